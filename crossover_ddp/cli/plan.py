@@ -1,19 +1,33 @@
 """``crossover-ddp plan``: plans the stages, devices and order of micro-batches for a model."""
 
 import argparse
+import contextlib
+import logging
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from crossover_ddp.errors import CrossoverError
 
 from .output import FINE, FOUND, USAGE, declare, say, whole
 
 if TYPE_CHECKING:
-    from crossover_ddp.pipeline import Profile
+    from torch.distributed import ProcessGroup
 
+    from crossover_ddp.pipeline import Cluster, Profile
+
+_MEASURE: Final = "measure"
+"""The value of --cluster that stands for no file."""
+_DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
 _EXAMPLES = """\
 examples:
   crossover-ddp plan torchvision:vgg19 --cluster c.json --microbatches 16
   crossover-ddp plan mymodel:blocks --input 4,512 --cluster c.json --microbatches 8 --csv
+  crossover-ddp plan mylm:blocks --tokens 4,512 --dtype bfloat16 --cluster c.json --microbatches 8
+  torchrun --nproc-per-node 8 -m crossover_ddp.cli plan mylm:blocks --tokens 4,512 --device cuda \
+    --cluster measure --microbatches 8
 c.json for two nodes of two devices:
 {"devices": [{"node": "a"}, {"node": "a"}, {"node": "b"}, {"node": "b"}],
 "bandwidth_gbit": 100, "cards_gbit": {"a": 10, "b": 10}}
@@ -35,12 +49,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     command.add_argument("model", metavar="MODEL")
     command.add_argument(
-        "--cluster", type=Path, required=True, help="JSON file of devices and bandwidths"
+        "--cluster",
+        required=True,
+        metavar="FILE",
+        help="JSON file of devices and bandwidths, or 'measure' under torchrun",
     )
     command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")
-    command.add_argument(
+    sample = command.add_mutually_exclusive_group()
+    sample.add_argument(
         "--input", type=_shape, default=(2, 3, 224, 224), help="a micro-batch (2,3,224,224)"
     )
+    sample.add_argument(
+        "--tokens", type=_tokens, metavar="BATCH,LENGTH", help="a micro-batch of tokens"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the layers")
+    command.add_argument("--dtype", choices=_DTYPES, help="of parameters and inputs")
+    command.add_argument("--autocast", choices=_DTYPES[2:], help="dtype for torch.autocast")
     command.add_argument("--max-stages", type=whole(1), help="default: as many as pay")
     command.add_argument("--max-replicas", type=whole(1), help="devices of one stage")
     command.add_argument(
@@ -60,36 +84,119 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple([int(size) for size in sizes])
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Create a plan, print it, and save it if asked to. Return the exit code."""
-    from crossover_ddp.pipeline import Cluster, plan_pipeline
+def _tokens(text: str) -> tuple[int, ...]:
+    shape = _shape(text)
+    if len(shape) != 2:
+        raise argparse.ArgumentTypeError(f"expected BATCH,LENGTH such as 4,512, got {text!r}")
+    return shape
 
-    try:
-        plan = plan_pipeline(
-            _profile(parsed),
-            Cluster.load(parsed.cluster),
-            microbatches=parsed.microbatches,
-            max_stages=parsed.max_stages,
-            max_replicas=1 if parsed.csv else parsed.max_replicas,
-            split=parsed.split,
+
+def run(parsed: argparse.Namespace) -> int:
+    """Create a plan, print it, and save it if asked to. Return the exit code.
+
+    Under torchrun, all ranks measure, and rank 0 does the rest.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    if parsed.cluster == _MEASURE and "WORLD_SIZE" not in os.environ:
+        say(
+            "crossover-ddp plan: expected ranks to measure the links between them, got none; use "
+            "torchrun -m crossover_ddp.cli plan, or give --cluster a file"
         )
-        if parsed.save:
-            plan.save(parsed.save)
-        sys.stdout.write(plan.csv() if parsed.csv else f"{plan}\n")
-    except (OSError, ValueError, TypeError) as error:
+        return USAGE
+    try:
+        with _ranks(parsed.device) as group, _progress(is_first):
+            profile = _profile(parsed, group)
+            cluster = _cluster(parsed, group)
+        if is_first:
+            _plan(parsed, profile, cluster)
+    except (OSError, ValueError, TypeError, CrossoverError) as error:
         say(f"crossover-ddp plan: {error}")
         return USAGE if isinstance(error, OSError) else FOUND
     return FINE
 
 
-def _profile(parsed: argparse.Namespace) -> "Profile":
+@contextlib.contextmanager
+def _ranks(device: str) -> "Iterator[ProcessGroup | None]":
+    """Yield the process group of the ranks that torchrun has started, or None without torchrun."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, got none; use --device cpu")
+    if "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def _progress(is_first: bool) -> Iterator[None]:
+    """Write a line to standard error for each layer that rank 0 has measured."""
+    logger = logging.getLogger("crossover_ddp.pipeline.profile")
+    handler, level = _Lines(), logger.level
+    if is_first:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _profile(parsed: argparse.Namespace, group: "ProcessGroup | None") -> "Profile":
+    import torch
+
     from crossover_ddp.pipeline import Profile
 
     if parsed.model.endswith(".json"):
         return Profile.load(parsed.model)
     from crossover_ddp.pipeline.chain import named_chain
 
-    profile = Profile.measure(*named_chain(parsed.model, parsed.input))
+    shape = parsed.tokens or parsed.input
+    layers, sample = named_chain(parsed.model, shape, tokens=parsed.tokens is not None)
+    return Profile.measure(
+        layers,
+        sample,
+        device=parsed.device,
+        dtype=getattr(torch, parsed.dtype) if parsed.dtype else None,
+        autocast=getattr(torch, parsed.autocast) if parsed.autocast else None,
+        process_group=group,
+    )
+
+
+def _cluster(parsed: argparse.Namespace, group: "ProcessGroup | None") -> "Cluster":
+    from crossover_ddp.pipeline import Cluster
+
+    if parsed.cluster == _MEASURE:
+        return Cluster.measure(group)
+    return Cluster.load(parsed.cluster)
+
+
+def _plan(parsed: argparse.Namespace, profile: "Profile", cluster: "Cluster") -> None:
+    from crossover_ddp.pipeline import plan_pipeline
+
     if parsed.save_profile:
         profile.save(parsed.save_profile)
-    return profile
+    plan = plan_pipeline(
+        profile,
+        cluster,
+        microbatches=parsed.microbatches,
+        max_stages=parsed.max_stages,
+        max_replicas=1 if parsed.csv else parsed.max_replicas,
+        split=parsed.split,
+    )
+    if parsed.save:
+        plan.save(parsed.save)
+    sys.stdout.write(plan.csv() if parsed.csv else f"{plan}\n")

@@ -1,7 +1,9 @@
 """Profiles and clusters that all ranks measure together, on gloo and on NCCL."""
 
 import itertools
+import json
 import socket
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.pipeline import Cluster, Profile, cluster
-from tests.harness import in_ranks
+from crossover_ddp.pipeline import Cluster, Plan, Profile, cluster
+from tests.harness import in_ranks, spawn_script
 
 SMALL: dict[str, Any] = {"size_bytes": 1 << 16, "repeats": 1}
 
@@ -94,3 +96,26 @@ def test_profiles_and_clusters_are_measured_on_devices_of_nccl(rank: int) -> Any
     found = Cluster.measure(**SMALL)
     assert found.rate(0, 1) > 0 < found.rate(1, 0)
     return profile.to_json(), found.to_json()
+
+
+def test_the_command_measures_on_all_ranks_and_plans_on_the_first(tmp_path: Path) -> None:
+    saved = {name: tmp_path / f"{name}.json" for name in ("plan", "profile")}
+    words = ["plan", f"{__name__}:layers", "--input", "2,8", "--cluster", "measure"]
+    words += ["--microbatches", "4", "--save", str(saved["plan"])]
+    words += ["--save-profile", str(saved["profile"])]
+    with spawn_script("-m", 2, args=["crossover_ddp.cli", *words]) as ranks:
+        first, second = ranks.wait(120)
+    assert "4 micro-batches" in first
+    assert "layer 3 of 3, 2: forward" in first
+    assert second == ""
+    assert Plan.load(saved["plan"]).devices == ("0", "1")
+    profile = Profile.load(saved["profile"])
+    assert len(profile.times_s) == 2
+    # A saved profile is not measured. The cluster's file has the devices.
+    (tmp_path / "c.json").write_text(json.dumps({"devices": 2, "bandwidth_gbit": 1}))
+    words = ["plan", str(saved["profile"]), "--cluster", str(tmp_path / "c.json")]
+    with spawn_script("-m", 2, args=["crossover_ddp.cli", *words, "--microbatches", "2"]) as ranks:
+        first, second = ranks.wait(120)
+    assert "2 micro-batches" in first
+    assert "layer 3" not in first
+    assert second == ""

@@ -19,6 +19,21 @@ def blocks() -> list[nn.Module]:
     return [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)]
 
 
+class LastToken(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return hidden[:, -1], None
+
+
+def words() -> list[nn.Module]:
+    """Return a chain for tokens, on the meta device."""
+    with torch.device("meta"):
+        return [nn.Embedding(5, 8), nn.Linear(8, 8), LastToken(), nn.Linear(8, 5)]
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(*words())
+
+
 class Skipping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +77,36 @@ def test_an_importable_chain_is_measured(files: Path, capsys: pytest.CaptureFixt
     assert [layer.shape for layer in Profile.load(found).layers] == [(2, 8), (2, 8), (2, 4)]
 
 
+@pytest.mark.parametrize("model", ["words", "sequence"])
+def test_a_chain_for_tokens_is_measured_in_another_dtype(
+    model: str, files: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = files / "measured.json"
+    more = ["--tokens", "2,7", "--dtype", "bfloat16", "--save-profile", str(found)]
+    assert plan(files, f"{__name__}:{model}", *more) == 0
+    profile = Profile.load(found)
+    assert [layer.shape for layer in profile.layers] == [(2, 7, 8), (2, 7, 8), (2, 8), (2, 5)]
+    assert {layer.dtype for layer in profile.layers} == {"bfloat16"}
+    assert "layer 4 of 4, 3: forward" in capfd.readouterr().err
+
+
+def test_autocast_changes_the_outputs(files: Path) -> None:
+    found = files / "measured.json"
+    more = ["--input", "2,8", "--autocast", "bfloat16", "--save-profile", str(found)]
+    assert plan(files, f"{__name__}:blocks", *more) == 0
+    profile = Profile.load(found)
+    assert {layer.dtype for layer in profile.layers} == {"bfloat16"}
+    assert profile.layers[0].parameter_bytes == 4 * 72
+
+
+@pytest.mark.fake_cuda
+def test_layers_are_measured_on_a_gpu(files: Path) -> None:
+    found = files / "measured.json"
+    more = ["--input", "2,8", "--device", "cuda", "--save-profile", str(found)]
+    assert plan(files, f"{__name__}:blocks", *more) == 0
+    assert len(Profile.load(found)) == 3
+
+
 def test_a_transformer_is_a_chain_as_documented() -> None:
     timm = pytest.importorskip("timm", reason="timm is in the extra 'recipes'")
     source = documents.blocks((ROOT / "docs" / "pipeline.md").read_text(), "python")[-1]
@@ -80,6 +125,13 @@ def test_a_transformer_is_a_chain_as_documented() -> None:
         (f"{__name__}:Skipping", ["--input", "2,8"], 1, "and takes (2, 8), got"),
         (f"{__name__}:nothing", [], 1, "expected a profile (a .json file), timm:NAME"),
         (f"{__name__}:blocks", ["--input", "2,9"], 1, "got layer '0', which refuses shape=(2, 9)"),
+        (
+            f"{__name__}:blocks",
+            ["--tokens", "2,8"],
+            1,
+            "expected a model with an nn.Embedding, got",
+        ),
+        (f"{__name__}:blocks", ["--cluster", "measure"], 2, "expected ranks to measure the links"),
         ("missing.json", [], 2, "missing.json"),
         ("c.json", [], 1, "expected a profile, got another document"),
         ("profile.json", ["--cluster", __file__], 1, "expected JSON in"),
@@ -97,3 +149,17 @@ def test_wrong_models_and_clusters_are_refused_with_a_message(
     model = str(files / model) if model.endswith(".json") else model
     assert plan(files, model, *more) == code
     assert message in capfd.readouterr().err
+
+
+def test_a_gpu_that_is_missing_is_refused(
+    files: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert plan(files, str(files / "profile.json"), "--device", "cuda") == 1
+    assert "expected a CUDA device, got none; use --device cpu" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--tokens", "4"], ["--tokens", "4,8", "--input", "4,8"]])
+def test_wrong_tokens_are_refused(more: list[str], files: Path) -> None:
+    with pytest.raises(SystemExit):
+        plan(files, "profile.json", *more)
