@@ -1,23 +1,38 @@
 """Finds a model by name and splits it into a chain of layers."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 NamedLayer = tuple[str, nn.Module]
 
 
 class LayerChain(nn.Sequential):
-    """An ``nn.Sequential`` whose layers may return what `one_tensor` accepts."""
+    """An ``nn.Sequential`` whose layers may return any output that `one_tensor` accepts.
+
+    Args:
+        layers: the layers.
+        recomputed: the places of the layers that keep only their input for backward. Their forward
+            runs again in backward, with the same random numbers. Default: none.
+    """
+
+    def __init__(self, *layers: nn.Module, recomputed: Collection[int] = ()) -> None:
+        super().__init__(*layers)
+        self._recomputed = frozenset(recomputed)
 
     def forward(self, input: Any) -> torch.Tensor:
         """Return the output of the last layer."""
         value: torch.Tensor = input
         for place, layer in enumerate(self):
-            value = one_tensor(layer(value), str(place))
+            if place in self._recomputed and torch.is_grad_enabled():
+                output = checkpoint(layer, value, use_reentrant=False)
+            else:
+                output = layer(value)
+            value = one_tensor(output, str(place))
         return value
 
 

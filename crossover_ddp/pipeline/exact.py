@@ -34,7 +34,7 @@ from .profile import Profile
 from .shares import fastest_shares, pattern_of
 
 MOST_DEVICES: Final = 6
-"""Clusters of at most so many devices are searched. The tables grow as four to this power."""
+"""The greatest number of devices of a small cluster. The tables grow as four to this power."""
 _INF: Final = math.inf
 
 

@@ -5,7 +5,7 @@ parent can thus change the values of its children, as in a constructor. The valu
 parameter are those of the first module that has it, as if a later one had been tied to it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .chain import LayerChain
 
-def materialized(layers: Sequence[nn.Module], device: torch.device | str) -> nn.Sequential:
+
+def materialized(
+    layers: Sequence[nn.Module], device: torch.device | str, recomputed: Collection[int] = ()
+) -> LayerChain:
     """Move layers to a device, and initialize those on the meta device there.
 
     A module with parameters or buffers on the meta device gets empty ones on the device. Its
@@ -24,6 +28,7 @@ def materialized(layers: Sequence[nn.Module], device: torch.device | str) -> nn.
     Args:
         layers: the layers. They are changed in place.
         device: the device.
+        recomputed: the places of the layers that keep only their input for backward.
 
     Returns the layers as a chain.
 
@@ -31,7 +36,7 @@ def materialized(layers: Sequence[nn.Module], device: torch.device | str) -> nn.
     ``reset_parameters()``; see `check_resets`.
     """
     check_resets(layers)
-    chain = nn.Sequential(*layers)
+    chain = LayerChain(*layers, recomputed=recomputed)
     unset = [module for module in chain.modules() if _is_unset(module)]
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in unset:

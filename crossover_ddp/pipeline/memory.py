@@ -1,6 +1,6 @@
 """Finds out whether a chain fits in the memory of a cluster, and which layers to recompute. Pure.
 
-[Note: what a refusal proves] Every plan assigns each layer to at least one device, and each device
+[Note: proof of a refusal] Every plan assigns each layer to at least one device, and each device
 holds the states of its layers and the tensors of one micro-batch. If no assignment of layers to
 devices fits, then no plan exists. The search for an assignment has a limit. If it stops there, the
 answer is not known.

@@ -177,7 +177,7 @@ class StagedChain:
     def _stored_bytes(self, stage: Stage) -> float:
         """Return the bytes that a stage keeps for each micro-batch in flight.
 
-        A recomputed layer keeps its input. The largest of them also needs what it keeps otherwise,
+        A recomputed layer keeps its input. The largest of them also needs its other tensors
         while it is recomputed. This counts for each micro-batch, to be safe.
         """
         layers = self.profile.layers

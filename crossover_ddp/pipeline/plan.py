@@ -73,6 +73,11 @@ class Plan(Document):
         found = ["torch"] if runs_on_torch(self.stages, self.microbatches, self.split) else []
         return tuple(found if self.split else [*found, "runner"])
 
+    def recomputed_in(self, stage: int) -> list[int]:
+        """Return the recomputed layers of a stage, counted from the stage's first layer."""
+        start, stop = self.stages[stage][:2]
+        return [layer - start for layer in self.recomputed if start <= layer < stop]
+
     def bands(self) -> dict[int, list[list[Action]]]:
         """Return the actions of each device, grouped in bands; see `schedule.bands`."""
         return bands(self.spans)

@@ -123,7 +123,9 @@ class PipelineRunner:
             group = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
             if self._rank not in stage.devices:
                 continue
-            module = materialized(layers[stage.start : stage.stop], "cpu")
+            module = materialized(
+                layers[stage.start : stage.stop], "cpu", plan.recomputed_in(number)
+            )
             self.modules[number] = module
             for place, layer in enumerate(module, stage.start):
                 self._layers[str(place)] = layer

@@ -343,14 +343,17 @@ class Search:
 
     def _loop(self) -> None:
         """Try two stages on each device: in the same order again (looped), or back (V)."""
+        if len(self.cluster) == 1:
+            return
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
-        orders = dict.fromkeys(
+        found = [
             tuple([stage.devices[0] for stage in each.chain.stages])
             for each in ranked
             if all(len(stage.devices) == 1 for stage in each.chain.stages)
-        )
-        long = [order for order in orders if 1 < len(order) == len(set(order))]
-        for order in long[:_LOOPED]:
+        ]
+        orders = [order for order in dict.fromkeys(found) if 1 < len(order) == len(set(order))]
+        start = [tuple(order) for order in device_orders(self.cluster)[:_LOOPED]]
+        for order in dict.fromkeys([*orders[:_LOOPED], *start]):
             for places in ((*order, *order), (*order, *order[::-1])):
                 if len(places) <= len(self.profile) and len(places) in self.limits.counts:
                     self._place(places)

@@ -52,7 +52,6 @@ EXCEPTIONS = {
     "comm_hooks imports _compression",
     "decoupled_hooks imports _compression",
     "kfac_hooks imports _compression",
-    "pipeline.run imports _engine",
     "studies.run imports cli",
 }
 # Decisions that are tested without processes. They use no clock, file, socket or tensor.

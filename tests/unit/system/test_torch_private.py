@@ -37,7 +37,6 @@ ELSEWHERE = {
     "cli/step_meter.py",
     "pipeline/chain.py",
     "pipeline/profile.py",
-    "pipeline/run.py",
 }
 
 
