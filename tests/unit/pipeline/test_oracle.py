@@ -44,7 +44,9 @@ def instance(seed: int, *, is_tiny: bool = False) -> Instance:
     made = [costs_of(dice, k, parameters) for k in range(layers)]
     rates = [[10 ** dice.uniform(-0.5, 1) for _ in range(devices)] for _ in range(devices)]
     nodes = [str(dice.randrange(max(2, devices - 1))) for _ in range(devices)]
-    cards = {node: 10 ** dice.uniform(-0.3, 0.7) for node in {*nodes} if dice.random() < 0.5}
+    cards = {
+        node: 10 ** dice.uniform(-0.3, 0.7) for node in sorted({*nodes}) if dice.random() < 0.5
+    }
     speed = [dice.choice((0.5, 0.8, 1.0, 1.0)) for _ in range(devices)]
     whole_bytes = sum(layer.state_bytes + 2 * layer.stored_bytes for layer in made)
     rooms = (
@@ -56,7 +58,7 @@ def instance(seed: int, *, is_tiny: bool = False) -> Instance:
         nodes=tuple(nodes),
         speed=tuple(speed),
         memory_bytes=tuple(rooms),
-        cards=dict(sorted(cards.items())),
+        cards=cards,
     )
     return Instance(Profile(tuple(made)), cluster, microbatches)
 
