@@ -1,4 +1,6 @@
-"""The shortest step of any pipeline plan, by exhaustive search. It shares no code with the planner.
+"""The shortest step of any pipeline plan, by exhaustive search.
+
+It uses the planner's data structures, but none of its code that plans or simulates.
 
 [Note: the search]
 It covers every cut of the chain, every choice and order of devices, and every order of actions,

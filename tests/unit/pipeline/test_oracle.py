@@ -1,7 +1,8 @@
 """Plans against the shortest step of any plan, and that oracle against naive enumeration.
 
 ``python -m tests.unit.pipeline.test_oracle --instances 200 --cache FILE`` prints a table of all
-instances and a summary. The oracle is slow, so it keeps its results in the file.
+instances and a summary. It keeps the oracle's results in the file, which should lie outside of the
+repository, so that another run only plans.
 """
 
 import argparse
