@@ -139,7 +139,7 @@ class _View:
         is_requested: whether each exchange has been requested.
     """
 
-    def __init__(self, layout: "_Layout", counts: _Counts, is_requested: tuple[bool, ...]) -> None:
+    def __init__(self, layout: "Layout", counts: _Counts, is_requested: tuple[bool, ...]) -> None:
         self.actions_left: Counter[int] = Counter()
         in_flight: Counter[int] = Counter()
         self.work_s: dict[int, float] = {}
@@ -186,7 +186,7 @@ class _View:
         return operation.is_forward and self.is_full[operation.device]
 
 
-class _Layout:
+class Layout:
     """Stages on devices, and the search for their best sequence of actions.
 
     Args:
@@ -244,12 +244,12 @@ class _Layout:
 
         On failure: ``ProofLimitError`` if the budget is exhausted.
         """
-        limit_s -= _EQUAL_S
+        bound_s = min(limit_s, self._serial_s + 1.0) - _EQUAL_S
         fronts: dict[tuple[_Counts, _Promises], list[_Label]] = {}
         serial = itertools.count()
         queue: list[tuple[int, float, int, _Label]] = []
         pushed: Counter[int] = Counter()
-        best_s = limit_s
+        best_s = bound_s
 
         def push(label: _Label) -> None:
             if label.times_s[_BOUND] < best_s and self._is_efficient(fronts, label):
@@ -258,21 +258,21 @@ class _Layout:
 
         push(self.root)
         while queue:
-            level, bound_s, _, label = heapq.heappop(queue)
-            if label.is_dominated or bound_s >= best_s:
+            level, label_s, _, label = heapq.heappop(queue)
+            if label.is_dominated or label_s >= best_s:
                 continue
             pushed[level] += 1
             if width is not None and pushed[level] > width:
                 continue
             if all(map(self._is_done, label.counts, self.operations)):
-                best_s = bound_s
+                best_s = label_s
                 continue
             budget[0] -= 1
             if budget[0] < 0:
                 raise ProofLimitError
             for each in self._extensions(label):
                 push(each)
-        return best_s if best_s < limit_s else limit_s + _EQUAL_S
+        return best_s if best_s < bound_s else limit_s
 
     @staticmethod
     def _is_done(count: int, operation: _Operation) -> bool:
@@ -293,6 +293,14 @@ class _Layout:
         return True
 
     # The costs.
+
+    @property
+    def _serial_s(self) -> float:
+        """The time of one micro-batch after another. It also ends searches without a limit."""
+        works = [(operation.micros, operation.transfer) for operation in self.operations]
+        works += [(1, exchange.transfer) for exchange in self.exchanges]
+        sent_s = sum(count * (each.wire_s + each.latency_s) for count, each in works)
+        return sent_s + sum(each.micros * each.seconds for each in self.operations)
 
     def _transfer(self, stage: int, source: int, target: int) -> _Transfer:
         rate = self._cluster.rate(source, target)
@@ -644,7 +652,7 @@ def best_plan(
     layouts = [
         layout
         for stages in all_stages(len(profile), len(cluster), microbatches, max_replicas)
-        if (layout := _Layout(profile, cluster, stages, microbatches)).fits
+        if (layout := Layout(profile, cluster, stages, microbatches)).fits
     ]
     layouts.sort(key=lambda layout: layout.bound_s)
     best: Best | None = None

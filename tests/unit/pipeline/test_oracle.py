@@ -22,7 +22,7 @@ import pytest
 from crossover_ddp.pipeline import Cluster, LayerProfile, Plan, Profile, Stage, plan_pipeline
 from crossover_ddp.pipeline.model import StagedChain
 from tests.harness.campaign import IN_CAMPAIGN
-from tests.unit.pipeline.oracle import ProofLimitError, best_plan, best_step_s
+from tests.unit.pipeline.oracle import Layout, ProofLimitError, best_plan, best_step_s
 
 PROOF_LIMIT = 300_000
 # Ratios of a plan's step to the shortest step: the median, the 95th percentile and the worst.
@@ -424,13 +424,25 @@ def naive_step_s(one: Instance, max_replicas: int) -> float | None:
 SHAPES = ((2, 2, 2), (2, 3, 2), (2, 2, 3), (3, 2, 2), (3, 3, 2))
 
 
-@pytest.mark.parametrize("seed", range(300 if IN_CAMPAIGN else 12))
+@pytest.mark.parametrize("seed", range(300 if IN_CAMPAIGN else 6))
 def test_the_oracle_equals_naive_enumeration(seed: int) -> None:
     one = whole_instance(seed, *SHAPES[seed % (5 if IN_CAMPAIGN else 2)])
     for max_replicas in (1, len(one.cluster)):
         expected = naive_step_s(one, max_replicas)
         found = best_step_s(*one, max_replicas=max_replicas, proof_limit=PROOF_LIMIT)
         assert found == (expected and pytest.approx(expected, abs=1e-9))
+
+
+@pytest.mark.parametrize("seed", range(600 if IN_CAMPAIGN else 60))
+def test_the_step_of_given_stages_equals_naive_enumeration(seed: int) -> None:
+    one = whole_instance(seed, *SHAPES[seed % 5])
+    every = [*naive_stages(len(one.profile), len(one.cluster), one.microbatches)]
+    for stages in random.Random(seed).sample(every, 3):
+        layout = Layout(one.profile, one.cluster, stages, one.microbatches)
+        found = math.inf
+        if layout.fits:
+            found = layout.best_step_s(math.inf, [PROOF_LIMIT])
+        assert found == pytest.approx(Clock(one, stages).step_s(), abs=1e-9), stages
 
 
 def test_instances_without_a_plan_have_no_step() -> None:
