@@ -257,3 +257,69 @@ def inductor_options(mode: str) -> dict[str, Any]:
     from torch import _inductor
 
     return _inductor.list_mode_options(mode)
+
+
+# --- pipelines, which are imported only when they are used ---
+
+# The class of schedules that run actions in a given order, and its method that reads the order from
+# a file. `Plan.schedule` returns a subclass, and torchtitan uses both. Without them: an error in
+# `Plan.schedule`. Guard: tests/multiprocess/test_pipeline_torch.py.
+
+
+def pipeline_runtime() -> Any:
+    """Return torch's class of schedules that run actions in a given order."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._PipelineScheduleRuntime
+
+
+LOAD_SCHEDULE: Final = "_load_csv"
+
+# Starts messages of a pipeline as its runtime does, so that NCCL uses the same communicator on both
+# sides. Without it: stages with replicas raise an AttributeError.
+# Guard: tests/multiprocess/test_pipeline_torch.py, "early".
+
+
+def start_messages(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start to send or receive, and return handles to wait for."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules._batch_p2p(operations)
+
+
+# The place where a stage keeps the shapes of its inputs, with which it compares those of the first
+# stage: in torch 2.11 always, in 2.14 with TORCH_DISTRIBUTED_DEBUG=DETAIL. Without it: torch
+# refuses the first stage's inputs. Guard: tests/multiprocess/test_pipeline_torch.py.
+
+
+def describe_inputs(stage: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Have a stage expect inputs such as these."""
+    from torch.distributed.pipelining import stage as stages
+
+    if hasattr(stage, "_stage_meta"):
+        stage._stage_meta.inputs = stages.extract_tensor_metas(inputs)
+        return
+    for place, tensor in zip(stage.args_recv_info[0], inputs, strict=True):
+        size, stride = tensor.size(), tensor.stride()
+        place.meta = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+
+
+# The messages with which a stage opens the connections to its neighbours. Torch 2.11 sends them
+# even to a neighbour on the same rank, which gloo cannot. Without it: an AttributeError in
+# `Plan.build_stages`. Guard: tests/multiprocess/test_pipeline_torch.py, "V".
+
+
+def skip_messages_to_self(stage: Any) -> None:
+    """Have a stage open no connection to its own rank."""
+    messages = stage._get_init_p2p_neighbors_ops
+
+    def to_others() -> list[dist.P2POp]:
+        return [each for each in messages() if each.group_peer != stage.group_rank]
+
+    stage._get_init_p2p_neighbors_ops = to_others
+
+
+# Rebuilds a reducer's buckets in the order of the gradients, once, and returns whether it did.
+# DDP calls it in the next forward. Without it: `Plan.schedule` raises an AttributeError in a step
+# with replicas. Guard: tests/multiprocess/test_pipeline_torch.py.
+rebuild_buckets: Callable[[Any], bool] = operator.methodcaller("_rebuild_buckets")

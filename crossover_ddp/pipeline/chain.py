@@ -1,6 +1,7 @@
 """Finds a model by name and splits it into a chain of layers."""
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -15,13 +16,15 @@ class LayerChain(nn.Sequential):
     """An ``nn.Sequential`` whose layers may return any output that `one_tensor` accepts.
 
     Args:
-        layers: the layers.
+        layers: the layers, or one ordered dictionary of layers by their names.
         recomputed: the places of the layers that keep only their input for backward. Their forward
             runs again in backward, with the same random numbers. Default: none.
     """
 
-    def __init__(self, *layers: nn.Module, recomputed: Collection[int] = ()) -> None:
-        super().__init__(*layers)
+    def __init__(
+        self, *layers: nn.Module | OrderedDict[str, nn.Module], recomputed: Collection[int] = ()
+    ) -> None:
+        super().__init__(*layers)  # type: ignore[arg-type]  # torch accepts either
         self._recomputed = frozenset(recomputed)
 
     def forward(self, input: Any) -> torch.Tensor:

@@ -5,7 +5,7 @@ parent can thus change the values of its children, as in a constructor. The valu
 parameter are those of the first module that has it, as if a later one had been tied to it.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,42 +13,38 @@ from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .chain import LayerChain
 
+def materialize(module: nn.Module, device: torch.device | str) -> dict[torch.Tensor, torch.Tensor]:
+    """Move a module to a device, and initialize its tensors that are on the meta device.
 
-def materialized(
-    layers: Sequence[nn.Module], device: torch.device | str, recomputed: Collection[int] = ()
-) -> LayerChain:
-    """Move layers to a device, and initialize those on the meta device there.
-
-    A module with parameters or buffers on the meta device gets empty ones on the device. Its
-    ``reset_parameters()`` then sets their values. Layers with values keep them. Shared parameters
-    stay shared.
+    A submodule with parameters or buffers on the meta device gets empty ones on the device. Its
+    ``reset_parameters()`` then sets their values. Other tensors keep their values. Shared
+    parameters stay shared.
 
     Args:
-        layers: the layers. They are changed in place.
+        module: the module. It is changed in place.
         device: the device.
-        recomputed: the places of the layers that keep only their input for backward.
 
-    Returns the layers as a chain.
+    Returns the new tensors by the tensors on the meta device that they replace.
 
-    On failure: `UnsupportedConfigurationError` if a module on the meta device has no
+    On failure: `UnsupportedConfigurationError` if a submodule on the meta device has no
     ``reset_parameters()``; see `check_resets`.
     """
-    check_resets(layers)
-    chain = LayerChain(*layers, recomputed=recomputed)
-    unset = [module for module in chain.modules() if _is_unset(module)]
+    check_resets([*module.children()])
+    unset = [each for each in module.modules() if _is_unset(each)]
     made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in unset:
-        for name, tensor in _own_tensors(module):
+    for each in unset:
+        # Module.to_empty would replace a shared parameter by several.
+        for name, tensor in _own_tensors(each):
             if tensor.is_meta:
                 if tensor not in made:
                     made[tensor] = _empty_like(tensor, device)
-                setattr(module, name, made[tensor])
-    for module in reversed(unset):  # [Note: reset order]
-        reset: Any = module.reset_parameters
+                setattr(each, name, made[tensor])
+    module.to(device)
+    for each in reversed(unset):  # [Note: reset order]
+        reset: Any = each.reset_parameters
         reset()
-    return chain.to(device)
+    return made
 
 
 def check_resets(layers: Iterable[nn.Module]) -> None:

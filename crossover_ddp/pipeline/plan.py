@@ -7,14 +7,22 @@ and so does `Runner`. Torch's own runtime supports both, but a split backward on
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .documents import Document
 from .model import Action, Stage
 from .schedule import bands
 from .simulate import StepSpan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage
+    from torch.nn.parallel import DistributedDataParallel
+
+    from .torch_runtime import PlanSchedule, PlanStage
 
 _RUNTIMES: Final = {"torch": "torch (Plan.schedule)", "runner": "crossover_ddp's Runner"}
 _PROVEN: Final = 1 + 1e-9
@@ -100,6 +108,72 @@ class Plan(Document):
             )
         used = dict.fromkeys(stage.devices[0] for stage in self.stages)
         return "".join(",".join(map(str, self.orders[device])) + "\n" for device in used)
+
+    def build_stages(
+        self,
+        layers: Sequence["nn.Module"],
+        device: "torch.device | str",
+        *,
+        ddp: "Callable[[DistributedDataParallel], object] | None" = None,
+    ) -> list["PlanStage"]:
+        """Return this rank's stages for torch's runtime, ``torch.distributed.pipelining``.
+
+        Rank i is device i of the plan's cluster. A rank without a stage gets an empty list. The
+        names in a stage's ``submod.state_dict()`` are those of ``nn.Sequential(*layers)``. Layers
+        may share parameters.
+
+        If all stages have r > 1 replicas, there are r equal pipelines, and each stage's ``submod``
+        is a DDP model over its replicas. The attribute ``share`` of each stage has the number of
+        this rank's pipeline (``replica``), the number of pipelines (``replicas``), and a device
+        mesh of all pipelines (``mesh``).
+
+        Args:
+            layers: the whole chain, on the CPU, on ``device`` or on the meta device. All ranks must
+                give the same values. This rank's layers are moved to ``device``. Those on the meta
+                device are initialized there by ``reset_parameters()`` of each module. The stages
+                keep no other layers.
+            device: this rank's device. Gloo needs the CPU. With NCCL, call
+                ``torch.cuda.set_device`` before.
+            ddp: called with each DDP model to register a hook, as in
+                ``lambda model: model.register_comm_hook(state, hook)``. The model's
+                ``process_group`` has the replicas. Without replicas it is not called. Default:
+                `reduce_scatter_all_gather_hook`.
+
+        On failure: ``ValueError`` if the plan is for other layers or ranks, if its replicas are
+        uneven, share devices or have a split backward, if a stage is empty or has an unknown shape,
+        and if a module on the meta device lacks ``reset_parameters``.
+        `UnsupportedConfigurationError` if the device does not suit the backend or the layers, and
+        if ranks have different plans.
+
+        **Collective**: all ranks of the default process group must call it, including ranks without
+        a stage.
+        """
+        # Torch's pipelines are imported only when they are used.
+        from .torch_runtime import build_stages
+
+        return build_stages(self, layers, device, ddp)
+
+    def schedule(
+        self, stages: Sequence["PipelineStage"], loss_fn: Callable[..., "torch.Tensor"]
+    ) -> "PlanSchedule":
+        """Return torch's runtime for this rank's stages, with this plan's order of actions.
+
+        ``schedule.step(x, target=y, losses=[])`` and ``schedule.eval(…)`` are torch's own. Ranks of
+        the first stage give ``x``, and ranks of the last stage give ``target``. Each of r pipelines
+        gets its own part of the batch, M / r micro-batches. After ``step``, each parameter has the
+        gradient of the mean loss over the whole batch, added to the gradient that it had before.
+
+        Args:
+            stages: this rank's stages from `build_stages`. A rank without stages needs no schedule.
+            loss_fn: called as ``loss_fn(output, target)``. It must return the mean over the
+                micro-batch.
+
+        On failure: ``ValueError`` if the stages are not from this plan, or are none. ``step``
+        raises an error if micro-batches have another size than the one that was profiled.
+        """
+        from .torch_runtime import build_schedule
+
+        return build_schedule(self, stages, loss_fn)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON document."""

@@ -47,7 +47,8 @@ from crossover_ddp._ddp.groups import compare
 from crossover_ddp.errors import UnsupportedConfigurationError
 from crossover_ddp.gpu_mutex import GPUMutex
 
-from .materialize import check_resets, materialized
+from .chain import LayerChain
+from .materialize import check_resets, materialize
 from .model import BACKWARD, FORWARD, Action
 from .plan import Plan
 
@@ -69,7 +70,7 @@ class PipelineRunner:
     Args:
         plan: the plan. It must be the same on all ranks, and have no split backward.
         layers: the whole chain, on the CPU or on the meta device. This rank keeps only its stages.
-            It initializes their layers if they are on the meta device; see `materialized`. Layers
+            It initializes their layers if they are on the meta device; see `materialize`. Layers
             on the CPU must have the same values on all ranks.
         loss_fn: called as ``loss_fn(output, target)``. It must return the mean over the
             micro-batch.
@@ -113,7 +114,7 @@ class PipelineRunner:
         self._bands = bands.get(self._rank) or [[] for _ in next(iter(bands.values()))]
         self._turns = None if mutex is None else BandTurns(mutex, len(self._bands))
         # This rank's stages by number.
-        self.modules: dict[int, nn.Sequential] = {}
+        self.modules: dict[int, LayerChain] = {}
         # The process groups of those stages that have replicas.
         self._groups: dict[int, dist.ProcessGroup] = {}
         # This rank's layers, by their names in the whole chain.
@@ -123,9 +124,10 @@ class PipelineRunner:
             group = dist.new_group(list(stage.devices)) if len(stage.devices) > 1 else None
             if self._rank not in stage.devices:
                 continue
-            module = materialized(
-                layers[stage.start : stage.stop], "cpu", plan.recomputed_in(number)
+            module = LayerChain(
+                *layers[stage.start : stage.stop], recomputed=plan.recomputed_in(number)
             )
+            materialize(module, "cpu")
             self.modules[number] = module
             for place, layer in enumerate(module, stage.start):
                 self._layers[str(place)] = layer

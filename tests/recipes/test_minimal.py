@@ -87,6 +87,12 @@ def test_a_minimal_recipe_learns(name: str, arguments: list[str], limit: float, 
     assert float(losses(printed)[-1]) < limit
 
 
+def test_a_pipeline_on_torchs_runtime_has_the_losses_of_the_runner() -> None:
+    expected = losses(train("pipeline", "--max-replicas", "1"))
+    found = losses(train("torch_pipeline"))
+    assert [*map(float, found)] == pytest.approx([*map(float, expected)], rel=0.02)
+
+
 def test_muon_has_the_losses_of_plain_ddp_and_saves_a_checkpoint_for_torch(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     output = train("muon", "--checkpoint", str(path))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+from crossover_ddp.pipeline import Cluster, LayerProfile, Profile, plan_pipeline
 from tests.harness import documents, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +37,16 @@ BLOCKS = {
 }
 
 
-def given() -> dict[str, Any]:
-    """Return what a block may expect of the script around it."""
+def network() -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(
+    return nn.Sequential(
         nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)
     )
+
+
+def given() -> dict[str, Any]:
+    """Return what a block may expect of the script around it."""
+    net = network()
     model = DistributedDataParallel(net)
     return {
         "torch": torch,
@@ -80,10 +86,40 @@ def test_a_block_runs_and_trains(block: str) -> None:
         assert all(bool(each.isfinite().all()) for each in after)
 
 
+def block_with(text: str) -> str:
+    (block,) = [each for each in BLOCKS.values() if text in each]
+    return block
+
+
 def test_the_blocks_of_a_pipeline_are_the_model() -> None:
     names: dict[str, Any] = {}
-    exec(BLOCKS["docs/pipeline.md 1"], names)
+    exec(block_with("def blocks()"), names)
     assert nn.Sequential(*names["blocks"]()).eval()(torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+
+
+def run_pipeline(rank: int, world_size: int, block: str) -> bool:
+    """Run a block on torch's runtime. Return whether it has changed this rank's parameters."""
+    net = network()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    data = TensorDataset(torch.randn(24, 6), torch.randint(3, (24,)))
+    names: dict[str, Any] = {"layers": [*net], "device": "cpu", "data": data, "batch_size": 8}
+    exec(compile(block, "a document", "exec"), names)
+    assert len(names["losses"]) == (4 if rank == world_size - 1 else 0)
+    (stage,) = names["stages"]
+    after = stage.submod.state_dict()
+    return all(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_the_block_of_torchs_runtime_trains(tmp_path: Path) -> None:
+    layers = [
+        LayerProfile(str(n), 1.0, 2.0, 48, 168, shape=(2, 6 if n < 4 else 3)) for n in range(5)
+    ]
+    cluster = Cluster(((1e9,) * 2,) * 2)
+    plan = plan_pipeline(Profile(tuple(layers)), cluster, microbatches=4, max_replicas=1)
+    assert len(plan.stages) == 2
+    plan.save(path := str(tmp_path / "plan.json"))
+    block = block_with("plan.build_stages(").replace("plan.json", path)
+    assert run_ranks(run_pipeline, 2, args=(block,)) == [True, True]
 
 
 def test_every_page_with_code_is_run() -> None:

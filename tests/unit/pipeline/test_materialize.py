@@ -1,11 +1,20 @@
 """Layers on the meta device get memory and initial values. Others keep theirs."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
 
 from crossover_ddp.errors import UnsupportedConfigurationError
-from crossover_ddp.pipeline.materialize import materialized
+from crossover_ddp.pipeline.chain import LayerChain
+from crossover_ddp.pipeline.materialize import materialize
+
+
+def materialized(layers: Sequence[nn.Module], device: str) -> LayerChain:
+    chain = LayerChain(*layers)
+    materialize(chain, device)
+    return chain
 
 
 class Tied(nn.Module):
