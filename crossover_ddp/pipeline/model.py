@@ -3,8 +3,8 @@
 import functools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .cluster import DeviceCluster
@@ -140,6 +140,10 @@ class StagedChain:
         self.split = split
         self.recomputed = frozenset(recomputed)
         self.kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
+        # By stage and micro-batch: the device.
+        self._devices = [
+            [stage.device(micro) for micro in range(microbatches)] for stage in self.stages
+        ]
         # By stage and device: the compute time of each kind of action.
         self._seconds: dict[tuple[int, int], dict[str, float]] = {}
         for number, stage in enumerate(self.stages):
@@ -195,7 +199,7 @@ class StagedChain:
 
     def device(self, stage: int, micro: int) -> int:
         """Return the device that computes this micro-batch on this stage."""
-        return self.stages[stage].device(micro)
+        return self._devices[stage][micro]
 
     def seconds(self, stage: int, kind: str, micro: int) -> float:
         """Return the compute time of an action."""
@@ -206,7 +210,9 @@ class StagedChain:
 
         With ``back``, return the transfer of the gradient in the opposite direction.
         """
-        one, two = self.device(stage, micro), self.device(stage + 1, micro)
+        return self._hop(stage, self.device(stage, micro), self.device(stage + 1, micro), back=back)
+
+    def _hop(self, stage: int, one: int, two: int, *, back: bool) -> Hop | None:
         source, target = (two, one) if back else (one, two)
         key = (stage, source, target)
         if key not in self._hops:
@@ -338,30 +344,49 @@ class StagedChain:
         and the time for its last result to come back.
         """
         load_s: dict[int | str, float] = defaultdict(float)
-        for task in self.tasks:
-            load_s[task.device] += task.seconds
-        exchanges = [exchange[0] for exchange in self.exchanges if exchange]
-        for hop in filter(None, [*(task.hop for task in self.tasks), *exchanges]):
-            for port in hop.ports:
-                load_s[port] += hop.wire_s
+        for number, places in enumerate(self._devices):
+            for device, count in Counter(places).items():
+                times = self._seconds[number, device]
+                load_s[device] += count * sum(times[kind] for kind in self.kinds)
+        for stage in range(len(self.stages) - 1):
+            for hop, count in self._hops_after(stage):
+                for port in hop.ports:
+                    load_s[port] += count * hop.wire_s
+        for exchange in filter(None, self.exchanges):
+            for port in exchange[0].ports:
+                load_s[port] += exchange[0].wire_s
         idle_s: dict[int | str, float] = {}
         path_s = 0.0
-        for number, stage in enumerate(self.stages):
+        for number, (_, _, devices, _) in enumerate(self.stages):
             path_s += self._passage_s(number - 1) if number else 0.0
-            for device in stage.devices:
+            for device in devices:
                 idle_s[device] = min(idle_s.get(device, math.inf), path_s)
         return max(load + idle_s.get(place, 0.0) for place, load in load_s.items())
 
     def _passage_s(self, stage: int) -> float:
         """Return the least time a micro-batch spends on a stage and the next link, both ways."""
-        micros = range(self.microbatches)
+        devices = [*dict.fromkeys(self._devices[stage])]
         total_s = 0.0
         # The weights' half of a split backward may come last, and its result is not sent.
         for kind in self.kinds[:1] if self.split else self.kinds:
-            hops = [self.hop(stage, micro, back=kind != FORWARD) for micro in micros]
-            total_s += min(self.seconds(stage, kind, micro) for micro in micros)
+            total_s += min(self._seconds[stage, device][kind] for device in devices)
+            hops = [
+                self._hop(stage, *pair, back=kind != FORWARD) for pair in self._pairs_after(stage)
+            ]
             total_s += min(hop.wire_s + hop.latency_s if hop else 0.0 for hop in hops)
         return total_s
+
+    def _pairs_after(self, stage: int) -> Counter[tuple[int, int]]:
+        """Return how many micro-batches pass from each device of a stage to each of the next."""
+        return Counter(zip(self._devices[stage], self._devices[stage + 1], strict=True))
+
+    def _hops_after(self, stage: int) -> Iterator[tuple[Hop, int]]:
+        """Yield the transfers between a stage and the next one, and how often each occurs."""
+        for pair, count in self._pairs_after(stage).items():
+            for back in (False, True):
+                hop = self._hop(stage, *pair, back=back)
+                if hop is not None:
+                    yield hop, count
 
 
 def layer_times(

@@ -46,7 +46,7 @@ many again while orders are searched.
 """
 _SEED: Final = 0
 _PROVEN: Final = 1 + 1e-9
-_SHORT_DEPTHS: Final = (4.0, 2.0, 1.0)
+_SHORT_DEPTHS: Final = (2.0, 1.0)
 """How many micro-batches in flight to make room for if memory is short."""
 
 
@@ -258,7 +258,10 @@ class Search:
         one micro-batch with all orders.
         """
         solved: list[tuple[float, int, float, Partitioner]] = []
-        programmes = [self._programme(order) for order in device_orders(self.cluster)]
+        orders = device_orders(self.cluster)
+        for order in orders:
+            self._simulated(self._regular(order))
+        programmes = [self._programme(order) for order in orders]
         for place, programme in enumerate(programmes):
             if found := programme.solve():
                 shortest_s = self._simulated([stages for _, stages in found.values()])
@@ -273,6 +276,22 @@ class Search:
         if not self.found:
             for programme in programmes:
                 self._simulate_all(programme.solve(depth=1.0))
+
+    def _regular(self, order: Sequence[int]) -> list[list[Stage]]:
+        """Return stages with balanced compute and as many replicas each, for all such numbers."""
+        found = []
+        for replicas in range(1, self.limits.max_replicas + 1):
+            count = len(order) // replicas
+            if not len(order) % replicas and count in self.limits.counts:
+                runs = [order[k * replicas : (k + 1) * replicas] for k in range(count)]
+                cuts = balanced(self.profile, [1.0] * count)
+                found.append(
+                    [
+                        self._shared(Stage(*cut, tuple(run)))
+                        for cut, run in zip(cuts, runs, strict=True)
+                    ]
+                )
+        return found
 
     def _programme(self, order: Sequence[int]) -> Partitioner:
         return Partitioner(
@@ -343,7 +362,7 @@ class Search:
 
     def _loop(self) -> None:
         """Try two stages on each device: in the same order again (looped), or back (V)."""
-        if len(self.cluster) == 1:
+        if len(self.cluster) == 1 or self.limits.counts[-1] < 4:
             return
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
         found = [
@@ -352,7 +371,9 @@ class Search:
             if all(len(stage.devices) == 1 for stage in each.chain.stages)
         ]
         orders = [order for order in dict.fromkeys(found) if 1 < len(order) == len(set(order))]
-        start = [tuple(order) for order in device_orders(self.cluster)[:_LOOPED]]
+        start: list[tuple[int, ...]] = []
+        if 2 * len(self.cluster) <= len(self.profile):
+            start = [tuple(order) for order in device_orders(self.cluster)[:_LOOPED]]
         for order in dict.fromkeys([*orders[:_LOOPED], *start]):
             for places in ((*order, *order), (*order, *order[::-1])):
                 if len(places) <= len(self.profile) and len(places) in self.limits.counts:
