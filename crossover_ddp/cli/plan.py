@@ -54,7 +54,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FILE",
         help="JSON file of devices and bandwidths, or 'measure' under torchrun",
     )
-    command.add_argument("--microbatches", type=whole(1), required=True, help="of a step")
+    command.add_argument(
+        "--microbatches",
+        type=_counts,
+        required=True,
+        metavar="M",
+        help="of a step; 4,8,16 tries these numbers for one batch, --input is for the first",
+    )
     sample = command.add_mutually_exclusive_group()
     sample.add_argument(
         "--input", type=_shape, default=(2, 3, 224, 224), help="a micro-batch (2,3,224,224)"
@@ -65,13 +71,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the layers")
     command.add_argument("--dtype", choices=_DTYPES, help="of parameters and inputs")
     command.add_argument("--autocast", choices=_DTYPES[2:], help="dtype for torch.autocast")
+    command.add_argument("--stages", type=whole(1), help="the exact number of stages")
     command.add_argument("--max-stages", type=whole(1), help="default: as many as pay")
     command.add_argument("--max-replicas", type=whole(1), help="devices of one stage")
     command.add_argument(
         "--split", action="store_true", help="try a split backward, for torch's schedules"
     )
+    command.add_argument(
+        "--runtime",
+        choices=("any", "torch"),
+        default="any",
+        help="torch: as many replicas of all stages (any)",
+    )
+    command.add_argument(
+        "--recompute", action="store_true", help="layers may recompute forward in backward"
+    )
     command.add_argument("--csv", action="store_true", help="torch's schedule; one device a stage")
-    command.add_argument("--save", type=Path, metavar="FILE", help="write the plan for Runner")
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
     command.add_argument(
         "--save-profile", type=Path, metavar="FILE", help="write the measured profile"
     )
@@ -82,6 +98,13 @@ def _shape(text: str) -> tuple[int, ...]:
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"expected sizes such as 2,3,224,224, got {text!r}")
     return tuple([int(size) for size in sizes])
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = text.split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise argparse.ArgumentTypeError(f"expected numbers such as 8 or 4,8,16, got {text!r}")
+    return tuple([int(count) for count in counts])
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -105,10 +128,10 @@ def run(parsed: argparse.Namespace) -> int:
         return USAGE
     try:
         with _ranks(parsed.device) as group, _progress(is_first):
-            profile = _profile(parsed, group)
+            profiles = _profiles(parsed, group)
             cluster = _cluster(parsed, group)
         if is_first:
-            _plan(parsed, profile, cluster)
+            _plan(parsed, profiles, cluster)
     except (OSError, ValueError, TypeError, CrossoverError) as error:
         say(f"crossover-ddp plan: {error}")
         return USAGE if isinstance(error, OSError) else FOUND
@@ -155,16 +178,39 @@ def _progress(is_first: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _profile(parsed: argparse.Namespace, group: "ProcessGroup | None") -> "Profile":
+def _profiles(parsed: argparse.Namespace, group: "ProcessGroup | None") -> "dict[int, Profile]":
+    """Return a profile for each number of micro-batches."""
+    from crossover_ddp.pipeline import Profile
+
+    first, *others = parsed.microbatches
+    if parsed.model.endswith(".json"):
+        if others:
+            raise ValueError(
+                f"expected one number of micro-batches for a saved profile, got {1 + len(others)}; "
+                "give the model instead, or plan once for each profile"
+            )
+        return {first: Profile.load(parsed.model)}
+    size, *rest = parsed.tokens or parsed.input
+    batch = size * first
+    profiles = {}
+    for count in parsed.microbatches:
+        if batch % count:
+            raise ValueError(
+                f"expected numbers of micro-batches that divide the batch of {batch}, got {count}; "
+                "change --microbatches, or the first size of the sample"
+            )
+        profiles[count] = _profile(parsed, (batch // count, *rest), group)
+    return profiles
+
+
+def _profile(
+    parsed: argparse.Namespace, shape: tuple[int, ...], group: "ProcessGroup | None"
+) -> "Profile":
     import torch
 
     from crossover_ddp.pipeline import Profile
-
-    if parsed.model.endswith(".json"):
-        return Profile.load(parsed.model)
     from crossover_ddp.pipeline.chain import named_chain
 
-    shape = parsed.tokens or parsed.input
     layers, sample = named_chain(parsed.model, shape, tokens=parsed.tokens is not None)
     return Profile.measure(
         layers,
@@ -184,18 +230,20 @@ def _cluster(parsed: argparse.Namespace, group: "ProcessGroup | None") -> "Clust
     return Cluster.load(parsed.cluster)
 
 
-def _plan(parsed: argparse.Namespace, profile: "Profile", cluster: "Cluster") -> None:
+def _plan(parsed: argparse.Namespace, profiles: "dict[int, Profile]", cluster: "Cluster") -> None:
     from crossover_ddp.pipeline import plan_pipeline
 
     if parsed.save_profile:
-        profile.save(parsed.save_profile)
+        profiles[parsed.microbatches[0]].save(parsed.save_profile)
     plan = plan_pipeline(
-        profile,
+        profiles,
         cluster,
-        microbatches=parsed.microbatches,
+        stages=parsed.stages,
         max_stages=parsed.max_stages,
         max_replicas=1 if parsed.csv else parsed.max_replicas,
         split=parsed.split,
+        runtime=parsed.runtime,
+        recompute=parsed.recompute,
     )
     if parsed.save:
         plan.save(parsed.save)
