@@ -72,18 +72,18 @@ def test_a_plan_is_printed_saved_and_exported(
 
 
 def test_a_number_of_micro_batches_is_chosen_for_a_batch(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--cluster", str(files / "c.json"), "--stages", "2", "--runtime", "torch"]
     model = f"{__name__}:blocks"
     assert cli.main(["plan", model, "--input", "8,8", "--microbatches", "2,4", *options]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
+    first = capfd.readouterr().out.splitlines()[0]
     assert first.startswith(("2 stages, 2 micro-batches", "2 stages, 4 micro-batches"))
     assert cli.main(["plan", model, "--input", "2,8", "--microbatches", "2,3", *options]) == 1
-    assert "that divide the batch of 4, got 3" in capsys.readouterr().err
+    assert "that divide the batch of 4, got 3" in capfd.readouterr().err
     profile = str(files / "profile.json")
     assert cli.main(["plan", profile, "--microbatches", "2,4", *options]) == 1
-    assert "one number of micro-batches for a saved profile" in capsys.readouterr().err
+    assert "one number of micro-batches for a saved profile" in capfd.readouterr().err
 
 
 def test_an_importable_chain_is_measured(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
