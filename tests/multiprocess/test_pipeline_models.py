@@ -28,6 +28,7 @@ TIMEOUT_S = 200.0
 GPT_SIZES: dict[str, Any] = {
     "n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": WORDS, "n_positions": TOKENS,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 VIT_SIZES = {
     "image_size": 16, "patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 8,
@@ -64,20 +65,20 @@ class GPT(nn.Module):
 
     def __init__(self, depth: int = 3, width: int = 8, heads: int = 2) -> None:
         super().__init__()
-        self.transformer: Any = nn.ModuleDict(
+        tokens, self.lm_head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
+        tokens.weight = self.lm_head.weight
+        self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(WORDS, width),
+                "wte": tokens,
                 "wpe": nn.Embedding(TOKENS, width),
                 "drop": nn.Dropout(0.0),
                 "h": nn.ModuleList([GPTBlock(width, heads) for _ in range(depth)]),
                 "ln_f": nn.LayerNorm(width),
             }
         )
-        self.lm_head = nn.Linear(width, WORDS, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        body = self.transformer
+        body: Any = self.transformer
         hidden = body.drop(body.wte(ids) + body.wpe(torch.arange(ids.shape[1])))
         for block in body.h:
             hidden = block(hidden)
