@@ -59,7 +59,9 @@ class _RelaxedCluster:
             ],
             dtype=torch.float64,
         )
-        self.once = _ranges(times.sum(2).amin(0))
+        # Forward and backward of a micro-batch may be on different replicas.
+        self.once = _ranges(times.amin(0).sum(1))
+        compute = _ranges(times.sum(2).amin(0))
         self.ahead = _ranges(times[..., 0].amin(0))
         # The slowest device hides most of an exchange behind its last backward.
         hidden = _ranges(times[..., 1].amax(0))
@@ -91,7 +93,7 @@ class _RelaxedCluster:
             shares = fastest_shares(slowness, microbatches)
             longest = max(n * t for n, t in zip(shares, slowness, strict=True))
             fits = needed <= rooms[replicas - 1] * ROUNDED
-            stage = torch.where(fits, longest * self.once, _INF)
+            stage = torch.where(fits, longest * compute, _INF)
             wait = torch.zeros_like(stage)
             if replicas > 1:
                 # A ring over several nodes uses links between them.

@@ -1,5 +1,6 @@
 """Finds a model by name and splits it into a chain of layers."""
 
+import functools
 import importlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -32,11 +33,17 @@ class LayerChain(nn.Sequential):
         value: torch.Tensor = input
         for place, layer in enumerate(self):
             if place in self._recomputed and torch.is_grad_enabled():
-                output = checkpoint(layer, value, use_reentrant=False)
+                # A layer may change its input in place, which would be lost for the second forward.
+                on_copy = functools.partial(_on_copy, layer)
+                output = checkpoint(on_copy, value, use_reentrant=False)
             else:
                 output = layer(value)
             value = one_tensor(output, str(place))
         return value
+
+
+def _on_copy(layer: nn.Module, value: torch.Tensor) -> Any:
+    return layer(value.clone())
 
 
 def one_tensor(output: Any, name: str) -> torch.Tensor:

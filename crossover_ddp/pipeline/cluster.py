@@ -10,6 +10,7 @@ Our design.
 
 import math
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product, zip_longest
@@ -97,7 +98,8 @@ class DeviceCluster(Document):
             "cards": (*self.cards.values(),),
         }
         for argument, values in positive.items():
-            if not all(isinstance(value, int | float) and value > 0 for value in values):
+            most = math.inf if argument == "memory_bytes" else sys.float_info.max
+            if not all(isinstance(value, int | float) and 0 < value <= most for value in values):
                 raise ValueError(
                     f"expected {argument} > 0, got {argument}={values}; "
                     "leave it out for the default"

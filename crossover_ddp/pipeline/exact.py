@@ -89,7 +89,9 @@ class StageTables:
     def _fill(self, devices: int) -> None:
         members = _members(devices)
         compute_s = torch.stack([self._forward_s[d] + self._backward_s[d] for d in members])
-        once_s = compute_s.amin(0)
+        # Forward and backward of the first and last micro-batch may be on different replicas.
+        once_s = torch.stack([self._forward_s[d] for d in members]).amin(0)
+        once_s = once_s + torch.stack([self._backward_s[d] for d in members]).amin(0)
         work_s = self._work(members, compute_s)
         room_bytes = min(self._cluster.memory_bytes[d] for d in members) * ROUNDED
         fits = self._needed_bytes <= room_bytes

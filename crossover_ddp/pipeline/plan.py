@@ -48,7 +48,8 @@ class Plan(Document):
         split: whether backward has two actions. Such a plan is for torch's own runtime.
         bound_s: a lower bound of the step time, in seconds. If a device has several stages, or
             backward is split, no plan is shorter. Otherwise no plan is shorter that has at most one
-            stage on each device and whole backwards.
+            stage on each device and whole backwards. Replicas may share micro-batches equally or in
+            proportion to their speed.
         recomputed: the indices of the layers that keep only their input, and compute their forward
             again in backward.
     """
@@ -73,7 +74,9 @@ class Plan(Document):
 
         Infinite without a bound.
         """
-        return self.step_s / self.bound_s if self.bound_s else math.inf
+        if not self.bound_s:
+            return math.inf if self.step_s else 1.0
+        return self.step_s / self.bound_s
 
     @property
     def runtimes(self) -> tuple[str, ...]:
@@ -229,7 +232,7 @@ class Plan(Document):
             lines.append(f"  recomputed: {', '.join(names)}")
         lines.append(f"  runs on: {' or '.join(_RUNTIMES[name] for name in self.runtimes)}")
         for name, step_s in self.baselines.items():
-            if step_s:
+            if step_s and self.step_s:
                 lines.append(f"  {name}: {step_s:.6g} s, {step_s / self.step_s:.2f}×")
             else:
                 lines.append(f"  {name}: does not fit, or is not defined")

@@ -13,7 +13,7 @@ from .profile import Profile
 from .search import Limits, Search
 
 _RUNTIMES: Final = ("any", "torch")
-_RECOMPUTED: Final = 8
+_RECOMPUTED: Final = 60
 """How many cuts to try with recomputed layers."""
 
 
@@ -107,7 +107,9 @@ def _best_of(
             errors.append(error)
     if not plans:
         raise errors[0]
-    return min(plans, key=lambda plan: plan.step_s)
+    # The bound is for all numbers of micro-batches.
+    bound_s = min(plan.bound_s for plan in plans)
+    return replace(min(plans, key=lambda plan: plan.step_s), bound_s=bound_s)
 
 
 def _check_arguments(profile: Profile, runtime: str, counts: Mapping[str, int | None]) -> None:
@@ -122,6 +124,12 @@ def _check_arguments(profile: Profile, runtime: str, counts: Mapping[str, int | 
                 f"expected at least as many layers as stages, got {name}={value} for "
                 f"{len(profile)} layers; ask for fewer stages, or cut the model into more layers"
             )
+    exact, most = counts["stages"], counts["max_stages"]
+    if exact is not None and most is not None and exact > most:
+        raise ValueError(
+            f"expected stages <= max_stages, got stages={exact} and max_stages={most}; leave "
+            "max_stages out"
+        )
     if runtime not in _RUNTIMES:
         raise ValueError(
             f"expected a runtime of {', '.join(_RUNTIMES)}, got runtime={runtime!r}; "
@@ -150,7 +158,7 @@ def _searched(
     profile: Profile, cluster: DeviceCluster, limits: Limits, *, recompute: bool
 ) -> tuple[Search, Packing | None]:
     """Search for plans. If none is found, also return whether the layers fit in memory at all."""
-    search = Search(profile, cluster, limits)
+    search = Search(profile, cluster, limits, recompute)
     search.run()
     if recompute:
         wide = Search(recomputing_profile(profile), cluster, limits)
@@ -162,6 +170,8 @@ def _searched(
     if search.found:
         return search, None
     packing, stages = pack(profile, cluster)
+    if packing is Packing.IMPOSSIBLE and recompute:
+        packing = Packing.UNKNOWN  # the sizes are those without recomputing
     if stages:
         search.add(StagedChain(profile, cluster, stages, limits.microbatches))
     return search, packing
@@ -172,7 +182,7 @@ def _recompute(search: Search, stages: Sequence[Stage], split: bool) -> None:
     chain = StagedChain(
         search.profile, search.cluster, stages, search.limits.microbatches, split=split
     )
-    for depth in (len(stages), 1):
+    for depth in dict.fromkeys((len(stages), 2, 1)):
         search.add(
             StagedChain(
                 search.profile,

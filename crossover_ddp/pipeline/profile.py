@@ -87,6 +87,11 @@ class LayerProfile:
                 )
         if self.weight_s is None:
             object.__setattr__(self, "weight_s", self.backward_s / 2)
+        elif not (isinstance(self.weight_s, int | float) and 0 <= self.weight_s <= self.backward_s):
+            raise ValueError(
+                f"expected 0 <= weight_s <= backward_s={self.backward_s!r}, got "
+                f"weight_s={self.weight_s!r} of layer {self.name!r}; measure again"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,26 @@ class Profile(Document):
                 f"expected times of {len(names)} layers for each device, got times of {wrong[0]}; "
                 "measure again"
             )
+
+        for device, row in enumerate(self.times_s):
+            for name, pair in zip(names, row, strict=True):
+                is_valid = len(pair) == 2 and all(
+                    isinstance(time_s, int | float) and 0 <= time_s < math.inf for time_s in pair
+                )
+                if not is_valid:
+                    raise ValueError(
+                        "expected times_s with two times >= 0 for each layer, got "
+                        f"{pair!r} of layer {name!r} on device {device}; measure again"
+                    )
+        for tie in self.tied:
+            is_valid = len(tie) == 3 and all(
+                isinstance(layer, int) and 0 <= layer < len(names) for layer in tie[:2]
+            )
+            if not is_valid:
+                raise ValueError(
+                    f"expected tied with the indices of two of {len(names)} layers and a size, got "
+                    f"{tie!r}; measure again"
+                )
 
     def __len__(self) -> int:
         return len(self.layers)

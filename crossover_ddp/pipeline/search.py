@@ -83,8 +83,21 @@ class Limits(NamedTuple):
             return False
         if chain.split and not self.split:
             return False
+        if self._is_tied_across(chain) and not runs_on_torch(
+            chain.stages, self.microbatches, chain.split
+        ):
+            return False
         is_torch = self.runtime == "torch"
         return not is_torch or runs_on_torch(chain.stages, self.microbatches, chain.split)
+
+    @staticmethod
+    def _is_tied_across(chain: StagedChain) -> bool:
+        """Return whether stages share parameters, which `Runner` refuses."""
+        for one, two, _ in chain.profile.tied:
+            for stage in chain.stages:
+                if (stage.start <= one < stage.stop) != (stage.start <= two < stage.stop):
+                    return True
+        return False
 
 
 @dataclass
@@ -94,6 +107,8 @@ class Search:
     profile: Profile
     cluster: DeviceCluster
     limits: Limits
+    # Whether stages with recomputed layers will be added, which may use less memory.
+    recompute: bool = False
     found: list[Candidate] = field(default_factory=list)
     # Stages of one device each whose lower bound is below the best step at the time.
     _open: dict[tuple[Stage, ...], float] = field(default_factory=dict)
@@ -130,14 +145,16 @@ class Search:
     def bound_s(self) -> float:
         """Return a lower bound.
 
-        For a plan with several stages on a device or a split backward, it holds for all plans. For
-        others, it holds for plans with at most one stage on a device and whole backwards.
+        For a plan with several stages on a device or a split backward, and if layers may be
+        recomputed to save memory, it holds for all plans. For others, it holds for plans with at
+        most one stage on a device and whole backwards.
         """
         best = self.best()
         step_s = best.step.step_s
         used = [device for stage in best.chain.stages for device in stage.devices]
         every_s = compute_bound_s(self.profile, self.cluster, self.limits.microbatches)
-        if best.chain.split or len(set(used)) < len(used):
+        is_beyond = best.chain.split or len(set(used)) < len(used)
+        if is_beyond or (self.recompute and min(self.cluster.memory_bytes) < math.inf):
             return min(step_s, every_s)
         if len(self.cluster) <= MOST_DEVICES:
             open_s = min(self._open.values(), default=math.inf)
@@ -362,6 +379,9 @@ class Search:
 
     def _loop(self) -> None:
         """Try two stages on each device: in the same order again (looped), or back (V)."""
+        if not self.found and len(self.limits.counts) == 1:
+            for first in device_orders(self.cluster):
+                self._place(list(itertools.islice(itertools.cycle(first), self.limits.counts[0])))
         if len(self.cluster) == 1 or self.limits.counts[-1] < 4:
             return
         ranked = sorted(self.found, key=lambda each: each.step.step_s)
@@ -387,7 +407,7 @@ class Search:
         for split in (False, True) if self.limits.split else (False,):
             best = self._chain(stages, split)
             shortest_s = self._try(best, tries=4)
-            for _ in range(self._affordable(best, _TRIES)):
+            for _ in range(self._affordable(best, _TRIES) if len(places) > 1 else 0):
                 kept = [*best.stages]
                 place = dice.randrange(len(kept) - 1)
                 cut = kept[place].stop + dice.choice((-1, 1))

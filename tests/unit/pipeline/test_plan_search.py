@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from crossover_ddp.pipeline import Cluster, LayerProfile, Plan, Profile, Stage, plan_pipeline
+from crossover_ddp.pipeline.chain import LayerChain
 from crossover_ddp.pipeline.memory import Packing, pack
 from crossover_ddp.pipeline.model import StagedChain
-from crossover_ddp.pipeline.schedule import gpipe, one_forward_one_backward
+from crossover_ddp.pipeline.schedule import best_order, gpipe, one_forward_one_backward
 from crossover_ddp.pipeline.shares import fastest_shares, pattern_of
 from crossover_ddp.pipeline.simulate import simulate
 from tests.harness.campaign import IN_CAMPAIGN
@@ -271,9 +274,77 @@ def test_a_plan_is_no_longer_than_stock_schedules_with_equal_cuts() -> None:
         ({"stages": 5}, "at least as many layers as stages, got stages=5 for 4"),
         ({"runtime": "nccl"}, "expected a runtime of any, torch, got runtime='nccl'"),
         ({"stages": 0}, "expected stages >= 1, got stages=0"),
+        ({"stages": 2, "max_stages": 1}, "expected stages <= max_stages, got stages=2 and max"),
         ({"microbatches": None}, "expected microbatches >= 1, got microbatches=None"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_pipeline(even(4), flat(2), **{"microbatches": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"times_s": (((1.0, -1.0),) * 2,)}, "expected times_s with two times >= 0 for each"),
+        ({"times_s": (((1.0, math.nan),) * 2,)}, "expected times_s with two times >= 0 for each"),
+        ({"times_s": (((1.0, 1.0),),)}, "expected times of 2 layers for each device"),
+        ({"tied": ((0, 2, 1.0),)}, "expected tied with the indices of two of 2 layers"),
+    ],
+)
+def test_wrong_profiles_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(even(2), **wrong)
+
+
+@pytest.mark.parametrize("weight_s", [math.nan, -1.0, 3.0])
+def test_the_part_of_the_weights_is_a_part_of_backward(weight_s: float) -> None:
+    with pytest.raises(ValueError, match="expected 0 <= weight_s <= backward_s=2"):
+        LayerProfile("a", 1.0, 2.0, 0.0, 0.0, weight_s=weight_s)
+
+
+@pytest.mark.parametrize(("devices", "stages"), [(1, 3), (2, 3), (2, 5), (3, 4)])
+def test_an_exact_number_of_stages_may_exceed_the_devices(devices: int, stages: int) -> None:
+    plan = plan_pipeline(even(6), flat(devices), microbatches=2, stages=stages)
+    assert len(plan.stages) == stages
+
+
+def test_replicas_of_unlike_speeds_for_forward_and_backward_keep_the_bound() -> None:
+    """One replica is fast in forward and the other in backward."""
+    times = (((1.0, 8.0),) * 2, ((8.0, 1.0),) * 2, ((4.0, 4.0),) * 2)
+    profile = replace(even(2), times_s=times)
+    plan = plan_pipeline(profile, flat(3), microbatches=2)
+    for devices in itertools.permutations(range(3)):
+        stages = [Stage(0, 1, devices[:2]), Stage(1, 2, devices[2:])]
+        chain = StagedChain(profile, flat(3), stages, 2)
+        step = best_order(chain, tries=20)
+        assert step is not None
+        assert step.step_s >= plan.bound_s * (1 - 1e-9)
+
+
+def test_tied_stages_with_uneven_replicas_are_not_planned() -> None:
+    """`Runner` refuses parameters of two stages."""
+    for seed in range(SEEDS):
+        profile, cluster = random_instance(random.Random(seed), layers=4, devices=3)
+        plan = plan_pipeline(replace(profile, tied=((0, 3, 0.1),)), cluster, microbatches=6)
+        assert len(plan.stages) == 1 or "torch" in plan.runtimes
+
+
+def test_a_step_without_costs_is_printed() -> None:
+    layers = [LayerProfile(name, 0.0, 0.0, 0.0, 0.0) for name in "ab"]
+    plan = plan_pipeline(Profile(tuple(layers)), flat(2), microbatches=2)
+    assert plan.step_s == 0
+    assert "no other plan" in str(plan)
+
+
+def test_recomputed_layers_may_work_in_place() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True)]
+    x = torch.randn(3, 4)
+    gradients = []
+    for recomputed in ((), range(4)):
+        chain = LayerChain(*layers, recomputed=recomputed)
+        chain.zero_grad()
+        chain(x.clone()).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in chain.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
