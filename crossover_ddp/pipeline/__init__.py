@@ -1,8 +1,10 @@
 """Pipeline planning: finds stages, their devices, and the order of all actions for a cluster.
 
     profile = Profile.measure(layers, sample)
-    plan = plan_pipeline(profile, Cluster.load("cluster.json"), microbatches=16)
-    Runner(plan, layers, loss_fn).step(x, y)
+    cluster = Cluster.load("cluster.json")
+    plan = plan_pipeline(profile, cluster, microbatches=16, runtime="torch")
+    stages = plan.build_stages(layers, device)
+    plan.schedule(stages, loss_fn).step(x, target=y)
 
 The problem is the one that SPP states (arXiv 2204.10562, abstract). The solution is our own
 design. See docs/pipeline.md.
