@@ -37,7 +37,8 @@ def plan_pipeline(
     Args:
         profile: the costs of the layers, for one micro-batch. Or a mapping from numbers of
             micro-batches to profiles, each measured with micro-batches of the size that belongs to
-            the number. Then the number of micro-batches is chosen as well.
+            the number. Then the number of micro-batches is chosen as well. Numbers for which no plan
+            exists are left out.
         cluster: the devices. A trained parameter takes four times its size in memory, and a frozen
             one takes its size.
         microbatches: the number of micro-batches in a step, M. Required unless ``profile`` is a
@@ -84,7 +85,7 @@ def plan_pipeline(
     )
     baselines = search.compare([order.index(device) for device in range(len(cluster))])
     if not search.found:
-        raise ValueError(_refusal(packing, profile, cluster))
+        raise ValueError(_refusal(packing, profile, cluster, recompute=recompute))
     return replace(_plan_of(search, order, profile, cluster.names), baselines=baselines)
 
 
@@ -195,15 +196,17 @@ def _recompute(search: Search, stages: Sequence[Stage], split: bool) -> None:
         )
 
 
-def _refusal(packing: Packing | None, profile: Profile, cluster: DeviceCluster) -> str:
+def _refusal(
+    packing: Packing | None, profile: Profile, cluster: DeviceCluster, *, recompute: bool
+) -> str:
     assert packing is not None
     found = packing.value
     if packing is Packing.FITS:
         found = "only plans beyond the limits on stages, replicas or runtime do"
     return (
         f"expected stages that fit in memory, got none for {len(profile)} layers on "
-        f"{len(cluster)} devices: {found}; allow more, use more or larger devices, smaller "
-        "micro-batches, or recompute=True"
+        f"{len(cluster)} devices: {found}; allow more, use more or larger devices, "
+        f"{'or smaller micro-batches' if recompute else 'smaller micro-batches, or recompute=True'}"
     )
 
 

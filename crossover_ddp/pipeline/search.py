@@ -110,7 +110,7 @@ class Search:
     # Whether stages with recomputed layers will be added, which may use less memory.
     recompute: bool = False
     found: list[Candidate] = field(default_factory=list)
-    # Stages of one device each whose lower bound is below the best step at the time.
+    # The lower bounds of simulated stages for which no order meets the bound.
     _open: dict[tuple[Stage, ...], float] = field(default_factory=dict)
     _seen: set[tuple[Stage, ...]] = field(default_factory=set)
     # No plan that was left out is shorter than this.

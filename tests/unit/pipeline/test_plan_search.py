@@ -93,6 +93,9 @@ def test_recomputing_makes_a_chain_fit() -> None:
     with pytest.raises(ValueError, match="recompute=True"):
         plan_pipeline(profile, cluster, microbatches=4)
     plan = plan_pipeline(profile, cluster, microbatches=4, recompute=True)
+    small = flat(2, memory_bytes=(11.0, 11.0))
+    with pytest.raises(ValueError, match=r"ended without a result.*or smaller micro-batches$"):
+        plan_pipeline(profile, small, microbatches=4, recompute=True)
     assert plan.recomputed
     assert max(peaks(plan, profile, cluster).values()) <= 16.0
     assert "recomputed: " in str(plan)
