@@ -55,6 +55,7 @@ from crossover_ddp._compression.planning import cost_of
 from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import compare, gather_objects
+from crossover_ddp._ddp.shards import own_part
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.links import Layout, Link, parts
@@ -221,7 +222,7 @@ class AveragingState(HookState):
         if self._replica.blocks:
             self._catch_up()
             beside = [
-                tensor
+                own_part(tensor)
                 for tensor in tensors_in([_without_counts(each) for each in optimizers])
                 if tensor.is_floating_point() or tensor.is_complex()
             ]
@@ -457,7 +458,7 @@ class AveragingState(HookState):
         handle = model.register_forward_pre_hook(before_forward, prepend=True)
         self._cleanup.callback(handle.remove)
         before_state_dict = OwnHook(self._warn_of_one_replica)
-        handle = model.module.register_state_dict_pre_hook(before_state_dict)
+        handle = checks.network_of(model).register_state_dict_pre_hook(before_state_dict)
         self._cleanup.callback(handle.remove)
         logger.info("averaging: %s with %s", type(model.module).__name__, self._replica.settings)
 
@@ -911,7 +912,7 @@ def _check_local(model: DistributedDataParallel) -> None:
             "parameters in every step; build DistributedDataParallel(..., "
             "find_unused_parameters=False) and let every parameter take part"
         )
-    for name, module in model.module.named_modules():
+    for name, module in checks.network_of(model).named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedConfigurationError(
                 f"expected modules without collectives, got SyncBatchNorm {name}, which waits for "

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from crossover_ddp._compression.compression import CodedState
 from crossover_ddp._compression.planning import AnyCodec
 from crossover_ddp._ddp.checks import resolve_group
-from crossover_ddp._ddp.groups import on_destruction
+from crossover_ddp._ddp.groups import on_destruction, ranks_of_model
 from crossover_ddp._engine.buckets import Bucket, JourneyTurn, after_backward
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import GradientFuture
@@ -352,13 +352,14 @@ def _has_turns(state: CrossoverState) -> bool:
         return True
     group = resolve_group(state.process_group)
     job = resolve_group(None)
-    if group.size() == job.size():
+    ranks = ranks_of_model(group)
+    if len(ranks) == job.size():
         return True
     if group not in _warned_partial and group.rank() == 0:
         logger.warning(
-            "a model's process group has %d of the job's %d ranks. A turn belongs to the whole job, so "
+            "a model is trained by %d of the job's %d ranks. A turn belongs to the whole job, so "
             "this model's gradients travel inside the job's turns, and no sibling computes meanwhile",
-            group.size(),
+            len(ranks),
             job.size(),
         )
     _warned_partial.add(group)

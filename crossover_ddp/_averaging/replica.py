@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from crossover_ddp._ddp import checks
 from crossover_ddp._ddp.layout import Span
 from crossover_ddp._engine.buckets import Run, Turn, is_dense
 from crossover_ddp._engine.exchange import Exchange
@@ -177,7 +178,7 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
     Complex buffers are included. Tensors that DDP ignores are left out, and so are buffers that
     contain infinities or NaN, such as an attention mask, because they have no mean.
     """
-    network = model.module
+    network = checks.network_of(model)
     ignored = set(getattr(model, "parameters_to_ignore", ()))
     parameters: dict[Any, list[FlatEntry]] = defaultdict(list)  # by dtype and device
     buffers: dict[Any, list[FlatEntry]] = defaultdict(list)
@@ -189,7 +190,7 @@ def blocks_of(model: DistributedDataParallel) -> list[FlatBlock]:
         if name not in ignored and real.numel():
             found[real.dtype, real.device].append(FlatEntry(name, get))
 
-    for name, parameter in network.named_parameters():
+    for name, parameter in model.module.named_parameters():
         if parameter.requires_grad:
             append(parameters, name, parameter.detach)
     for name, buffer in network.named_buffers():

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from crossover_ddp._ddp.shards import own_part
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 _MOMENT: Final = "exp_avg_sq"
@@ -206,8 +207,12 @@ def _gradient(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) ->
 
 
 def _real(values: Tensor) -> Tensor:
-    """Return a view of values as Adam squares them: the parts of a complex number by themselves."""
-    return torch.view_as_real(values) if values.is_complex() else values
+    """Return a view of values as Adam squares them: the parts of a complex number by themselves.
+
+    Of a `DTensor` it is the part on this rank.
+    """
+    own = own_part(values)
+    return torch.view_as_real(own) if own.is_complex() else own
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossover_ddp._ddp.checks import HIDDEN, BoundModel, check_keys, resolve_group
 from crossover_ddp._ddp.groups import gather_objects
+from crossover_ddp._ddp.shards import divided, flat_part
 from crossover_ddp._engine.buckets import BucketJourney, Join, Run, Turn, contents_of
 from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
@@ -385,7 +386,7 @@ class Compression:
         """Replace all residuals with ``residuals``; the next step then travels exactly."""
         self._forget()
         self._loaded = {
-            name: residual.detach().float().clone() for name, residual in residuals.items()
+            name: flat_part(residual).float().clone() for name, residual in residuals.items()
         }
         self._scale = scale
         self._state.agreement.forget()  # as in `drain`
@@ -497,7 +498,8 @@ class ResidualState(HookState):
         """
         if self.compression is None:
             return {"residuals": {}, "loss_scale": None}
-        return self.compression.state()
+        state = self.compression.state()
+        return {**state, "residuals": divided(self.bound_model.model(), state["residuals"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the output of `state_dict`; the next step adds the residuals and travels exactly.

@@ -31,6 +31,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
+from .groups import ranks_of_model
+
 logger = logging.getLogger(__name__)
 
 PYTHON_REDUCER: Final = (
@@ -105,7 +107,7 @@ def check_turn(ranks: Sequence[int] | None, process_group: dist.ProcessGroup) ->
     """
     if ranks is None:
         return
-    own = sorted(dist.get_process_group_ranks(process_group))
+    own = ranks_of_model(process_group)
     theirs = sorted(ranks)
     if own != theirs and (theirs or len(own) > 1):
         raise UnsupportedConfigurationError(
@@ -190,7 +192,7 @@ def check_optimized(model: DistributedDataParallel, optimizers: Sequence[Any]) -
             # The list's own iterator bypasses the guards on a decoupled model's groups.
             known.update(id(parameter) for parameter in list.__iter__(group["params"]))
     trained = [p for _, p in named_parameters_of(model.module) if p is not None and p.requires_grad]
-    unknown = [p for p in trained if id(p) not in known]
+    unknown = [p for p in trained if id(optimized(p)) not in known]
     if unknown:
         names = names_of(unknown, model.module)
         raise UnsupportedConfigurationError(
@@ -340,12 +342,17 @@ class BoundModel:
         self.names: Any = WeakTensorKeyDictionary()
         # Returns the model. It returns None if the model is not known yet, is hidden or has gone.
         self.model: Callable[[], DistributedDataParallel | None] = lambda: None
-        if model is not None:
-            self.model = weakref.ref(model)
-            network = model.module if network is None else network
-            _known_models.add(model)
         # Returns the network that user code has passed. It is None if user code has passed none.
         self._network = None if network is None else weakref.ref(network)
+        if model is not None:
+            self.give(model)
+
+    def give(self, model: DistributedDataParallel) -> None:
+        """Bind the state to ``model`` in advance."""
+        self.model = weakref.ref(model)
+        if self._network is None:
+            self._network = weakref.ref(model.module)
+        remember(model)
 
     def bind(self, bucket: dist.GradBucket, state: object) -> DistributedDataParallel | None:
         """Bind ``state`` to the model that owns ``bucket``, and return the model.
@@ -421,6 +428,11 @@ def _is_hooked(model: DistributedDataParallel, state: object) -> bool:
 _known_models: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
+def remember(model: DistributedDataParallel) -> None:
+    """Let searches find ``model``, which may be a `ShardedModel`."""
+    _known_models.add(model)
+
+
 def _remembered_models() -> list[DistributedDataParallel]:
     return list(_known_models)
 
@@ -455,6 +467,23 @@ _SEARCHES: tuple[Callable[[], list[DistributedDataParallel]], ...] = (
     _remembered_models,
     _all_models,
 )
+
+
+def network_of(model: DistributedDataParallel) -> torch.nn.Module:
+    """Return the module whose forward the model runs, with all its submodules and buffers.
+
+    With FSDP2 ``model.module`` has the parameters of this rank only, see `ShardedModel`.
+    """
+    network: torch.nn.Module = getattr(model, "network", model.module)
+    return network
+
+
+def optimized(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that optimizers step, for a parameter in a bucket.
+
+    With FSDP2 it is a `DTensor`, of which the bucket's parameter is the part on this rank.
+    """
+    return getattr(parameter, "optimized_as", parameter)
 
 
 def weakly(thing: Any) -> Callable[[], Any]:

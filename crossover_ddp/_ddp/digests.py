@@ -35,6 +35,7 @@ from crossover_ddp.errors import ReplicasDifferError
 
 from .checks import is_joined, model_of, named_parameters_of, unknown_to_ddp, weakly
 from .compiled import OwnHook, uncompiled
+from .shards import own_part
 
 logger = logging.getLogger(__name__)
 
@@ -378,9 +379,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     The sum is the same in any order of addition, and equal for equal NaNs.
     """
-    values = tensor.detach()
-    if hasattr(values, "to_local"):  # the part of a DTensor that is on this rank
-        values = values.to_local()
+    values = own_part(tensor.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     flat = values.reshape(-1)
     if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:

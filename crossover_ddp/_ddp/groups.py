@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -45,6 +45,26 @@ def on_destruction(
         finalizer.atexit = at_exit
         return finalizer.detach
     return lambda: None
+
+
+_ranks_of_models: "weakref.WeakKeyDictionary[dist.ProcessGroup, Sequence[int]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def ranks_of_model(process_group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks that train a model whose gradients ``process_group`` averages, sorted.
+
+    They are ranks in the default group. With DDP they are the ranks of ``process_group``. With
+    FSDP2 there are more, since each process group has only the ranks with the same shard.
+    """
+    known = _ranks_of_models.get(process_group)
+    return sorted(dist.get_process_group_ranks(process_group) if known is None else known)
+
+
+def set_ranks_of_model(process_group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Let `ranks_of_model` return ``ranks`` for this process group."""
+    _ranks_of_models[process_group] = ranks
 
 
 def let_collectives_go(process_group: dist.ProcessGroup) -> None:

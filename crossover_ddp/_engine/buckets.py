@@ -19,11 +19,12 @@ because the optimizer and forward follow. A deferred journey does not acquire th
 forward does.
 """
 
+import contextlib
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -640,12 +641,31 @@ def is_dense(tensor: Tensor) -> bool:
 # --- the end of backward --------------------------------------------------------------------------
 
 
+_caller = threading.local()
+
+
+@contextlib.contextmanager
+def errors_to_caller() -> Iterator[None]:
+    """Have the hooks that the block calls put their errors into their Futures.
+
+    Otherwise ``backward()`` raises them, see [Note: errors after backward]. It is for a caller that
+    waits for the Futures itself, where there is no DDP.
+    """
+    _caller.gets_errors = True
+    try:
+        yield
+    finally:
+        _caller.gets_errors = False
+
+
 def after_backward(callback: Callable[[], None]) -> bool:
     """Have ``callback`` called once DDP has finished this backward pass.
 
     Call it in a hook. ``backward()`` raises what ``callback`` raises. Returns False outside of a
-    backward pass, where ``callback`` will not be called.
+    backward pass and in `errors_to_caller`, where ``callback`` will not be called.
     """
+    if getattr(_caller, "gets_errors", False):
+        return False
     return _queue(functools.partial(_run_at_end, callback))
 
 

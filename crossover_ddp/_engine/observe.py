@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from crossover_ddp._ddp.checks import optimized
 from crossover_ddp._ddp.compiled import OwnHook
 from crossover_ddp._ddp.groups import job_name
 from crossover_ddp._system import environment
@@ -313,7 +314,7 @@ def _weakly(parameters: Iterable[Tensor]) -> Any:
     """
     known = WeakTensorKeyDictionary()
     for each in parameters:
-        known[each] = True
+        known[optimized(each)] = True
     return known
 
 

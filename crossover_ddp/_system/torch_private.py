@@ -323,3 +323,102 @@ def skip_messages_to_self(stage: Any) -> None:
 # DDP calls it in the next forward. Without it: `Plan.schedule` raises an AttributeError in a step
 # with replicas. Guard: tests/multiprocess/test_pipeline_torch.py.
 rebuild_buckets: Callable[[Any], bool] = operator.methodcaller("_rebuild_buckets")
+
+# --- FSDP2 ---
+
+# The parameter groups of a module to which fully_shard was applied, each with its gradients in one
+# flat tensor. Torch 2.11 and 2.12 have one group a module, and another name for it. Without
+# both: `crossover_ddp.fsdp` finds no parameters and refuses the model. Seen in 2.11 and 2.14.
+# Guard for all names of FSDP2: tests/unit/system/test_torch_fsdp.py.
+
+
+def fsdp_groups(module: torch.nn.Module) -> list[Any]:
+    """Return the parameter groups of FSDP2 in ``module`` and its submodules."""
+    found = []
+    for state in _fsdp_states(module):
+        if hasattr(state, "_fsdp_param_groups"):
+            found += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:
+            found.append(state._fsdp_param_group)
+    return found
+
+
+# The parameters of a group, in the order in which their shards follow each other in the flat
+# gradient, and the padded memory of each shard. Seen in 2.11 and 2.14.
+
+
+def fsdp_shards(group: Any) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """Return the parameters of a group, each with the memory of its shard, padding included."""
+    return [
+        (each.sharded_param, each._sharded_param_data.view(each.padded_sharded_param_size))
+        for each in group.fsdp_params
+    ]
+
+
+# The hook that FSDP2 calls with a group's flat gradient between its reduction and its use.
+# set_all_reduce_hook sets the same attribute, but refuses modules with several groups.
+# Seen in 2.11 and 2.14.
+FSDP_HOOK: Final = "_all_reduce_hook"
+
+# Whether gradients are averaged in this backward pass, see set_requires_all_reduce; the divisor of
+# set_gradient_divide_factor; whether set_force_sum_reduction_for_comms was called, so that FSDP2
+# divides after the hook; whether shards are kept on the CPU. Seen in 2.11 and 2.14.
+is_fsdp_group_averaged: Callable[[Any], bool] = operator.attrgetter("all_reduce_grads")
+fsdp_divisor: Callable[[Any], float | None] = operator.attrgetter("gradient_divide_factor")
+fsdp_divides_late: Callable[[Any], bool] = operator.attrgetter("force_sum_reduction_for_comms")
+
+
+def is_fsdp_group_offloaded(group: Any) -> bool:
+    """Return whether FSDP2 copies the group's gradients to the CPU right after the hook."""
+    return any(each.offload_to_cpu for each in group.fsdp_params)
+
+
+# The hooks of an optimizer inside of backward. FSDP2 calls them right after its own hook, with the
+# gradient that this one has left. Seen in 2.11 and 2.14.
+AFTER_GRADIENT: Final = "_post_accumulate_grad_hooks"
+
+
+# A method of each module's state. FSDP2 queues that of the outermost module to run at the end of
+# backward. Without it: an AttributeError in `register_comm_hook`. Seen in 2.11 and 2.14.
+
+
+def at_end_of_fsdp_backward(module: torch.nn.Module, callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when FSDP2 has ended a backward pass of ``module``."""
+    for state in _fsdp_states(module):
+        ends = state._root_post_backward_final_callback
+
+        def both(ends: Callable[[], None] = ends) -> None:
+            ends()
+            callback()
+
+        state._root_post_backward_final_callback = both
+
+
+# Whether a module is the outermost one. It is None before the first forward. Without it: an
+# AttributeError in the first backward. Seen in 2.11 and 2.14.
+
+
+def is_fsdp_root(module: torch.nn.Module) -> bool | None:
+    """Return whether FSDP2 treats ``module`` as the outermost one; None before the first forward."""
+    is_root: bool | None = _fsdp_state(module)._is_root
+    return is_root
+
+
+# Whether a backward pass is under way. Seen in 2.11 and 2.14.
+
+
+def is_in_fsdp_backward(module: torch.nn.Module) -> bool:
+    """Return whether FSDP2 has begun a backward pass of ``module``, and neither ended nor reset it."""
+    return bool(_fsdp_state(module)._state_ctx.post_backward_final_callback_queued)
+
+
+def _fsdp_state(module: torch.nn.Module) -> Any:
+    """Return FSDP2's state of ``module``, or None if fully_shard was not applied to it."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    return None if get_state is None else get_state()
+
+
+def _fsdp_states(module: torch.nn.Module) -> list[Any]:
+    """Return the states of ``module`` and its submodules. Several modules may share one."""
+    found = [_fsdp_state(each) for each in module.modules()]
+    return [*{id(state): state for state in found if state is not None}.values()]

@@ -17,7 +17,7 @@ HOOKS = (
     *("auto_hooks", "averaging_hooks", "codecs", "comm_hooks", "decoupled_hooks", "kfac_hooks"),
     *("muon_hooks", "owner_hooks"),
 )
-PUBLIC = {*HOOKS, "errors", "gpu_mutex", "metrics", "pipeline"}
+PUBLIC = {*HOOKS, "errors", "fsdp", "gpu_mutex", "metrics", "pipeline"}
 BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mutex"}
 # The first part of a module's name is its row. A module may import its own row and these.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,6 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "muon_hooks": {*BELOW, "_compression"},
     "owner_hooks": {*BELOW, "_decoupled", "_compression"},
     "codecs": {*BELOW, "_compression"},
+    "_fsdp": {"_engine", "_ddp", "_system", "errors"},
+    "fsdp": {*BELOW, "_fsdp", "averaging_hooks", "codecs", "comm_hooks"},
     "pipeline": {
         *HOOKS,
         "_tuning",

@@ -1,0 +1,347 @@
+"""The hop between nodes: it passes FSDP2's gradients to a hook, and puts the averages in place.
+
+[Note: late averages] Inside a node FSDP2 averages the gradients of one parameter group after the
+other, in a flat tensor for each. It passes this tensor to our hook, and uses it as soon as the hook
+returns: it divides or converts it, and adds it to the parameters' ``grad``. On a CUDA device with
+NCCL this order is one of streams, so the host does not wait. On a CPU the hook would have to block,
+while backward could go on. So it sends a copy of the gradients, leaves zeros in the tensor, and
+returns at once. At the end of backward the averages are added to ``grad``. If backward raises
+before, the ``grad`` of earlier micro-batches is still whole.
+
+The hook blocks where its caller needs the average at once: if FSDP2 divides after the
+hook or copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters
+have no gradient, because FSDP2 does not say which ones.
+
+[Note: the end of the step] No group knows whether it is the last one of a backward pass. So at its
+end the hook gets one more bucket, of a single zero, for which ``is_last()`` is true. Hooks give the
+turn away with it, and count steps and compare replicas behind it.
+
+[Note: who learns of an error] If the exchange of one rank fails, only the ranks with the same shard
+know. The others would wait inside the node for a rank that trains no longer. So where gloo connects
+the ranks of a node, they tell each other at the end of every backward pass whether one has failed.
+With NCCL, torch's watchdog ends their processes after the group's timeout.
+
+[Note: memory that FSDP2 lets go] On a CUDA device FSDP2 converts the flat tensor to the parameters'
+dtype on the stream of our hook, and drops the tensor while that stream may not have got there.
+Later reductions would be written to the same memory. So it is kept until the end of backward, and
+the computation's stream waits there for our hook's.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from crossover_ddp._ddp import checks
+from crossover_ddp._ddp.compiled import OwnHook, uncompiled
+from crossover_ddp._ddp.groups import compare, gather_objects, set_ranks_of_model
+from crossover_ddp._ddp.shards import TAIL, ShardedModel, Shards, own_part
+from crossover_ddp._engine.buckets import errors_to_caller
+from crossover_ddp._engine.exchange import Exchange
+from crossover_ddp._engine.states import HookState
+from crossover_ddp._system import torch_private
+from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
+
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+class ShardBucket:
+    """The gradients of one parameter group, with the methods of DDP's ``GradBucket``."""
+
+    def __init__(
+        self, index: int, flat: Tensor, shards: Sequence[nn.Parameter], *, is_last: bool = False
+    ) -> None:
+        self._index = index
+        self._flat = flat
+        self._shards = shards
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._shards)
+
+    def gradients(self) -> list[Tensor]:
+        pieces = self._flat.split([each.numel() for each in self._shards])
+        return [piece.view(each.shape) for piece, each in zip(pieces, self._shards, strict=True)]
+
+
+class _Late(NamedTuple):
+    """Gradients that travel while backward goes on, see [Note: late averages]."""
+
+    number: int  # of the parameter group
+    flat: Tensor
+    future: torch.futures.Future[Any]
+
+
+class Hop:
+    """Averages the gradients of one model over nodes by a hook.
+
+    Args:
+        network: the outermost module to which ``fully_shard`` was applied.
+        state: the state of the hook, or its process group.
+        hook: the hook.
+        process_group: the ranks with the same shards.
+    """
+
+    def __init__(
+        self, network: nn.Module, state: Any, hook: Hook, process_group: dist.ProcessGroup
+    ) -> None:
+        self._network = network
+        self._state = state
+        self._hook = hook
+        self._group = process_group
+        self._exchange = Exchange.of(process_group)
+        self.model = ShardedModel(network, process_group, state, hook, self._around)
+        self._shards: Shards = self.model.module
+        # The process groups inside the node.
+        meshes = self._shards.meshes()
+        self._inside = [mesh.get_group() for mesh in meshes]
+        self._device = torch.device(meshes[0].device_type)
+        # The groups whose ranks tell each other of errors, see [Note: who learns of an error].
+        self._told = [
+            group
+            for group in self._inside
+            if self._exchange.networks.sends_messages(self._device)
+            and group.size() > 1
+            and "cpu:gloo" in str(dist.get_backend_config(group)).split(",")
+        ]
+        # The indices of buckets that hold a part of a group, by the group and their size.
+        self._partial: dict[tuple[int, int], tuple[int, nn.Parameter]] = {}
+        self._tail: nn.Parameter | None = None
+        # Gradients that wait for `set_requires_all_reduce`, by the number of their group.
+        self._waiting: dict[int, Tensor] = {}
+        self._late: list[_Late] = []
+        # See [Note: memory that FSDP2 lets go].
+        self._kept: list[Tensor] = []
+        self._streams: set[Any] = set()
+        # Whether a bucket of the step has been sent, and the first error of the step.
+        self._is_sending = False
+        self._error: Exception | None = None
+        self._is_checked = False
+
+    def register(self) -> None:
+        """Have FSDP2 call the hop from now on."""
+        ranks = [dist.get_process_group_ranks(each) for each in (self._group, *self._inside)]
+        job = range(dist.get_world_size())
+        if self._group.size() * max(map(len, ranks[1:])) == len(job):
+            set_ranks_of_model(self._group, job)
+        if isinstance(self._state, HookState):
+            self._state.bound_model.give(self.model)  # type: ignore[arg-type]
+        else:
+            checks.remember(self.model)  # type: ignore[arg-type]
+        for number, group in enumerate(self._shards.groups):
+            setattr(group, torch_private.FSDP_HOOK, functools.partial(self._reduced, number))
+        begins = OwnHook(uncompiled(self._forward_begins))
+        self._network.register_forward_pre_hook(begins, prepend=True)
+        torch_private.at_end_of_fsdp_backward(self._network, uncompiled(self._backward_ends))
+
+    # --- in backward, when FSDP2 has averaged a group inside the node -----------------------------
+
+    def _reduced(self, number: int, flat: Tensor) -> None:
+        """Average the gradients of a group over the nodes. FSDP2 uses ``flat`` afterwards."""
+        if not torch_private.is_fsdp_group_averaged(self._shards.groups[number]):
+            # FSDP2 itself heeds set_requires_all_reduce only where it averages over nodes.
+            waiting = self._waiting.get(number)
+            self._waiting[number] = flat.clone() if waiting is None else waiting.add_(flat)
+            flat.zero_()
+            return
+        if (waiting := self._waiting.pop(number, None)) is not None:
+            flat.add_(waiting)
+        self._device = flat.device
+        if flat.is_cuda:
+            self._kept.append(flat)
+            self._streams.add(torch.cuda.current_stream(flat.device))
+        # A module that was used twice has two gradients, which a codec must not mix.
+        self._land([each for each in self._late if each.number == number])
+        if not self._is_checked:
+            self._check()
+        self._is_sending = True
+        is_late = self._may_be_late(number, flat)
+        bucket = self._bucket(number, flat.clone() if is_late else flat)
+        future = self._send(bucket)
+        if is_late:
+            flat.zero_()
+            if future is not None:
+                self._late.append(_Late(number, bucket.buffer(), future))
+        elif future is not None and self._wait(future, flat):
+            flat.mul_(self._factor(number))
+
+    def _bucket(self, number: int, flat: Tensor) -> ShardBucket:
+        shards = self._shards.trained(number)
+        if flat.numel() == sum(each.numel() for each in shards):
+            return ShardBucket(number, flat, shards)
+        # Some parameters have no gradient. FSDP2 does not say which ones, so codecs leave it exact.
+        index, placeholder = self._partial.get((number, flat.numel()), (None, None))
+        if index is None or placeholder is None:
+            index = len(self._shards.groups) + 1 + len(self._partial)
+            name = f"(a part of group {number} with {flat.numel()} gradients)"
+            placeholder = self._shards.add_placeholder(name, flat.numel(), flat.device)
+            self._partial[number, flat.numel()] = index, placeholder
+        return ShardBucket(index, flat, [placeholder])
+
+    def _may_be_late(self, number: int, flat: Tensor) -> bool:
+        """Return whether the average may arrive at the end of backward, see [Note: late averages]."""
+        group = self._shards.groups[number]
+        shards = self._shards.trained(number)
+        return not (
+            self._exchange.networks[flat.device].in_program_order
+            or flat.dtype == torch.float16  # FSDP2 divides by a part of the number of ranks later
+            or torch_private.fsdp_divides_late(group)
+            or torch_private.is_fsdp_group_offloaded(group)
+            or flat.numel() != sum(each.numel() for each in shards)
+            or any(
+                getattr(checks.optimized(each), torch_private.AFTER_GRADIENT, None)
+                for each in shards
+            )
+        )
+
+    def _factor(self, number: int) -> int:
+        """Return the number by which averages of a group must be multiplied.
+
+        After set_gradient_divide_factor, a gradient is the sum over all ranks over that divisor.
+        """
+        is_sum = torch_private.fsdp_divisor(self._shards.groups[number]) is not None
+        return self._group.size() if is_sum else 1
+
+    # --- exchanges --------------------------------------------------------------------------------
+
+    def _send(self, bucket: ShardBucket) -> torch.futures.Future[Any] | None:
+        """Pass a bucket to the hook, and return its Future; None if the hook has raised."""
+        try:
+            with errors_to_caller():
+                return self._hook(self._state, bucket)
+        except Exception as error:
+            self._error = self._error or error
+            return None
+
+    def _wait(self, future: torch.futures.Future[Any], flat: Tensor) -> bool:
+        """Wait for a Future and put its result in ``flat``. Return whether there was no error."""
+        try:
+            result = future.wait()
+        except Exception as error:
+            self._error = self._error or error
+            return False
+        if isinstance(result, (list, tuple)):  # from torch's own hooks
+            [result] = result
+        if result.data_ptr() != flat.data_ptr():
+            flat.copy_(result)
+        return True
+
+    @torch.no_grad()
+    def _land(self, arrived: Sequence[_Late]) -> None:
+        """Wait for late averages, and add them to the parameters' gradients."""
+        for each in arrived:
+            self._late.remove(each)
+            if not self._wait(each.future, each.flat):
+                continue
+            average = each.flat.mul_(self._factor(each.number))
+            begin = 0
+            for shard in self._shards.trained(each.number):
+                gradient = own_part(cast(Tensor, checks.optimized(shard).grad))
+                piece = average[begin : begin + gradient.numel()].view(gradient.shape)
+                gradient.add_(piece.to(gradient.dtype))
+                begin += shard.numel()
+
+    def _check(self) -> None:
+        """Refuse ranks with different shards, and a module that is not the outermost one."""
+        self._is_checked = True
+        if torch_private.is_fsdp_root(self._network) is False:
+            raise UnsupportedConfigurationError(
+                f"expected the outermost module of FSDP2, got {type(self._network).__name__} inside "
+                "of another one, which ends backward passes; register the hook on the whole model"
+            )
+        shards = {name: tuple(each.shape) for name, each in self._shards.named_parameters()}
+        places = [group.rank() for group in self._inside]
+        remedy = "pass the process group of the ranks with the same shards, one on each node"
+        compare(self._group, {"place inside the node": places, "shards": shards}, remedy)
+
+    # --- at the end of backward -------------------------------------------------------------------
+
+    def _backward_ends(self) -> None:
+        """End the step, and let FSDP2's gradients be averages. Raise the error of the step."""
+        if not self._is_sending:
+            return
+        self._is_sending = False
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
+        self._shards.refresh()
+        flat = torch.zeros(1, device=self._device)
+        if self._tail is None:
+            self._tail = self._shards.add_placeholder(TAIL, flat.numel(), flat.device)
+        # See [Note: the end of the step].
+        bucket = ShardBucket(len(self._shards.groups), flat, [self._tail], is_last=True)
+        tail = self._send(bucket)
+        self._land(self._late.copy())
+        if tail is not None:
+            self._wait(tail, flat)
+        self._kept.clear()
+        error, self._error = self._error, None
+        self._tell(error)
+
+    def _tell(self, error: Exception | None) -> None:
+        """Raise ``error``, or the one of another rank, see [Note: who learns of an error]."""
+        for group in self._told:
+            failed = torch.zeros(()) if error is None else torch.ones(())
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            texts: list[str | None] = []
+            try:
+                dist.all_reduce(failed, group=group)
+                if failed.item():
+                    texts = gather_objects(group, text)
+            except (RuntimeError, ExchangeError) as lost:
+                texts = [str(lost)]
+            found = next((each for each in texts if each is not None), None)
+            if error is None and found is not None:
+                error = ExchangeError(
+                    f"another rank of this node has failed: {found}; no later step can succeed, "
+                    "restart the job"
+                )
+        if error is not None:
+            raise error
+
+    # --- before forward ---------------------------------------------------------------------------
+
+    def _forward_begins(self, *_: Any) -> None:
+        """Drop the exchanges of a backward pass that has raised an error."""
+        if not self._is_sending or torch_private.is_in_fsdp_backward(self._network):
+            return
+        for each in self._late:
+            self._wait(each.future, each.flat)
+        self._late.clear()
+        self._kept.clear()
+        self._waiting.clear()
+        self._is_sending = False
+        self._error = None
+
+    def _around(self, hook: Callable[..., None]) -> OwnHook:
+        """Return a form of ``hook``, which changes shards, that runs before FSDP2 gathers them."""
+
+        def around(*args: Any) -> None:
+            self._shards.refresh()
+            error = None
+            try:
+                hook(*args)
+            except Exception as raised:
+                error = raised
+            for module in self._network.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # an evaluation leaves some of them gathered
+            self._tell(error)
+
+        return OwnHook(uncompiled(around))
