@@ -40,7 +40,7 @@ def register_comm_hook(
     gradients there. Then ``hook`` averages them over the ranks that have the same shard, one on
     each node: these are the process group of ``state``. With an exact hook and two nodes, the
     result has the bits of ``fully_shard`` with the whole two-dimensional mesh. On CPUs the exchange
-    goes on during the rest of backward; there ``fully_shard`` itself blocks.
+    continues during the rest of backward; there ``fully_shard`` itself blocks.
 
     For `torch.distributed._composable.replicate_with_fsdp.replicate`, or with one device a node,
     pass a mesh of one rank.

@@ -209,7 +209,7 @@ def _gradient(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) ->
 def _real(values: Tensor) -> Tensor:
     """Return a view of values as Adam squares them: the parts of a complex number by themselves.
 
-    Of a `DTensor` it is the part on this rank.
+    For a `DTensor`, the part on this rank is viewed.
     """
     own = own_part(values)
     return torch.view_as_real(own) if own.is_complex() else own

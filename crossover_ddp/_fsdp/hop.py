@@ -4,21 +4,21 @@
 other, in a flat tensor for each. It passes this tensor to our hook, and uses it as soon as the hook
 returns: it divides or converts it, and adds it to the parameters' ``grad``. On a CUDA device with
 NCCL this order is one of streams, so the host does not wait. On a CPU the hook would have to block,
-while backward could go on. So it sends a copy of the gradients, leaves zeros in the tensor, and
+while backward could continue. So it sends a copy of the gradients, leaves zeros in the tensor, and
 returns at once. At the end of backward the averages are added to ``grad``. If backward raises
 before, the ``grad`` of earlier micro-batches is still whole.
 
 The hook blocks where its caller needs the average at once: if FSDP2 divides after the
 hook or copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters
-have no gradient, because FSDP2 does not say which ones.
+have no gradient, because the hook does not learn which ones.
 
 [Note: the end of the step] No group knows whether it is the last one of a backward pass. So at its
 end the hook gets one more bucket, of a single zero, for which ``is_last()`` is true. Hooks give the
 turn away with it, and count steps and compare replicas behind it.
 
-[Note: who learns of an error] If the exchange of one rank fails, only the ranks with the same shard
+[Note: sharing errors] If the exchange of one rank fails, only the ranks with the same shard
 know. The others would wait inside the node for a rank that trains no longer. So where gloo connects
-the ranks of a node, they tell each other at the end of every backward pass whether one has failed.
+the ranks of a node, they share errors at the end of every backward pass.
 With NCCL, torch's watchdog ends their processes after the group's timeout.
 
 [Note: memory that FSDP2 lets go] On a CUDA device FSDP2 converts the flat tensor to the parameters'
@@ -81,7 +81,7 @@ class ShardBucket:
 
 
 class _Late(NamedTuple):
-    """Gradients that travel while backward goes on, see [Note: late averages]."""
+    """Gradients that travel while backward continues, see [Note: late averages]."""
 
     number: int  # of the parameter group
     flat: Tensor
@@ -112,8 +112,8 @@ class Hop:
         meshes = self._shards.meshes()
         self._inside = [mesh.get_group() for mesh in meshes]
         self._device = torch.device(meshes[0].device_type)
-        # The groups whose ranks tell each other of errors, see [Note: who learns of an error].
-        self._told = [
+        # The groups whose ranks share errors, see [Note: sharing errors].
+        self._sharing = [
             group
             for group in self._inside
             if self._exchange.networks.sends_messages(self._device)
@@ -185,7 +185,7 @@ class Hop:
         shards = self._shards.trained(number)
         if flat.numel() == sum(each.numel() for each in shards):
             return ShardBucket(number, flat, shards)
-        # Some parameters have no gradient. FSDP2 does not say which ones, so codecs leave it exact.
+        # Some parameters have no gradient, and it is not known which ones. So codecs leave it exact.
         index, placeholder = self._partial.get((number, flat.numel()), (None, None))
         if index is None or placeholder is None:
             index = len(self._shards.groups) + 1 + len(self._partial)
@@ -292,11 +292,11 @@ class Hop:
             self._wait(tail, flat)
         self._kept.clear()
         error, self._error = self._error, None
-        self._tell(error)
+        self._share_error(error)
 
-    def _tell(self, error: Exception | None) -> None:
-        """Raise ``error``, or the one of another rank, see [Note: who learns of an error]."""
-        for group in self._told:
+    def _share_error(self, error: Exception | None) -> None:
+        """Raise ``error``, or the one of another rank, see [Note: sharing errors]."""
+        for group in self._sharing:
             failed = torch.zeros(()) if error is None else torch.ones(())
             text = None if error is None else f"{type(error).__name__}: {error}"
             texts: list[str | None] = []
@@ -342,6 +342,6 @@ class Hop:
             for module in self._network.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # an evaluation leaves some of them gathered
-            self._tell(error)
+            self._share_error(error)
 
         return OwnHook(uncompiled(around))
