@@ -75,6 +75,8 @@ class Figures(NamedTuple):
     rehearsed: Mapping[str, float] = {}
     # The nodes, if each has several ranks and as many as the others; otherwise as many as ranks.
     nodes: int = 0
+    # Whether FSDP2 shards the model inside of each node. Then M is of the hop between nodes.
+    sharded: bool = False
 
     @property
     def step_s(self) -> float:
@@ -84,7 +86,7 @@ class Figures(NamedTuple):
     @property
     def hooks_wire_s(self) -> float:
         """M with this package's hooks without a codec, see docs/nodes.md."""
-        if not 1 < self.nodes < self.ranks:
+        if self.sharded or not 1 < self.nodes < self.ranks:
             return self.wire_s
         return self.wire_s * (1 - 1 / self.nodes) / (1 - 1 / self.ranks)
 
@@ -147,6 +149,10 @@ class Method(NamedTuple):
         """Return the N/C from which on it is worth it, if all else is as in ``figures``."""
         step_s = figures.step_s / self.expected(figures)
         return max(_WORTH - 1, _WORTH * step_s / figures.compute_s - 1)
+
+
+def _split_bound(figures: Figures) -> float:
+    return figures.speedup(figures.compute_s, figures.behind_backward_s(figures.hooks_wire_s))
 
 
 def _crossover_bound(figures: Figures) -> float:
@@ -221,6 +227,29 @@ INT8: Final = Method(
     },
 )
 METHODS: Final = (CROSSOVER, DECOUPLED, HALF, INT8)
+
+_BETWEEN: Final = 'process_group=mesh["between"].get_group()'
+_HOOK_OF_FSDP: Final = "crossover_ddp.fsdp.register_comm_hook(model, {}); see docs/fsdp.md"
+_SPLIT_OF_FSDP: Final = Method(
+    "the split between nodes",
+    _split_bound,
+    0.9,
+    _HOOK_OF_FSDP.format('mesh["between"].get_group(), reduce_scatter_all_gather_hook'),
+    "the same gradients; on CPUs they travel while backward continues, with NCCL nothing changes",
+)
+_METHODS_OF_FSDP: Final = (
+    CROSSOVER._replace(line=_HOOK_OF_FSDP.format(f"CrossoverState({_BETWEEN}), crossover_hook")),
+    _SPLIT_OF_FSDP,
+    INT8._replace(
+        line=_HOOK_OF_FSDP.format(f"CompressedState(Int8(), {_BETWEEN}), compressed_hook"),
+        way=None,
+    ),
+)
+
+
+def methods_for(figures: Figures) -> Sequence[Method]:
+    """Return the methods for a job, those that keep its results first."""
+    return _METHODS_OF_FSDP if figures.sharded else METHODS
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -302,7 +331,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         factors = {
             each.name: {"expected": each.expected(found), "bound": each.bound(found)}
-            for each in METHODS
+            for each in methods_for(found)
         }
         write_json({"figures": found._asdict(), "factors": factors, "verdict": verdict(found)})
     else:
@@ -368,9 +397,9 @@ def figures(directory: Path) -> Figures:
     if not ranks:
         least = step_meter.WARM_UP_STEPS + 2 * step_meter.BLOCK_STEPS
         raise ValueError(
-            f"expected {least} steps of a script that trains with DistributedDataParallel, "
-            "got fewer: FSDP and other launchers' own wrappers are not measured, and "
-            "python -I or -E keeps the meter out"
+            f"expected {least} steps of a script that trains with DistributedDataParallel, or with "
+            "fully_shard on a mesh of two dimensions, got fewer: other wrappers are not measured, "
+            "and python -I or -E keeps the meter out"
         )
     if max(block["ranks"] for blocks in ranks for block in blocks) < 2:
         raise ValueError("expected at least two ranks, got one, which exchanges nothing")
@@ -396,6 +425,7 @@ def figures(directory: Path) -> Figures:
         size_bytes=last["bytes"],
         ranks=last["ranks"],
         nodes=last["nodes"],
+        sharded=last["sharded"],
         # The measured share is 0 if the script does not call DDP's own forward.
         backward_share=measured_share or _BACKWARD_SHARE,
         forwards=last["forwards"],
@@ -438,7 +468,7 @@ def _measured(words: Sequence[str], steps: int) -> Figures:
             if done > shown:
                 say(f"{_steps(done)} of {_steps(wanted)} steps")
                 if done == wanted:
-                    say("rehearsing each way with a stub of the model")
+                    say("rehearsing each way with a stub of the model, if it is one of DDP")
                     end_s = time.monotonic() + _REHEARSAL_S
             shown = done
             rehearsed = len(_rehearsals(directory)) >= len(_blocks(directory)) > 0
@@ -472,9 +502,10 @@ def verdict(found: Figures) -> str:
     def expected(method: Method) -> float:
         return method.expected(found)
 
-    best = max((CROSSOVER, DECOUPLED), key=expected)
+    methods = methods_for(found)
+    best = max(methods[:2], key=expected)  # these keep the results
     if expected(best) < _WORTH:
-        best = max((HALF, INT8), key=expected)
+        best = max(methods[2:], key=expected)
     if expected(best) < _WORTH:
         return "do not bother: none of these is expected to bring 5 %"
     return f"{best.name}: {expected(best):.2f}× expected, {best.bound(found):.2f}× at best"
@@ -488,11 +519,11 @@ def _report(found: Figures) -> str:
             f"{each.bound(found):.2f}×",
             f"{each.pays_from(found):.2f}",
         ]
-        for each in METHODS
+        for each in methods_for(found)
     ]
     advice = verdict(found)
     lines = ""
-    for method in METHODS:
+    for method in methods_for(found):
         if method.expected(found) >= _WORTH and not advice.startswith("do not"):
             lines += f"{method.name}: {method.caveat}\n    {method.line}\n"
     assumed = ", assumed" if found.backward_share == _BACKWARD_SHARE else ""
@@ -513,7 +544,9 @@ def _seen(found: Figures) -> str:
     for each in found.seen:
         micro_batches = f" ({found.forwards:.3g} micro-batches)" if each == _ACCUMULATION else ""
         noted = [
-            f"    {method.name}: {method.notes[each]}" for method in METHODS if each in method.notes
+            f"    {method.name}: {method.notes[each]}"
+            for method in methods_for(found)
+            if each in method.notes
         ]
         text += "\n".join([f"the script uses {each}{micro_batches}", *noted]) + "\n"
     return text

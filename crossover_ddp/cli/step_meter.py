@@ -1,4 +1,4 @@
-"""Times the steps of any script that trains with DistributedDataParallel.
+"""Times the steps of any script that trains with DistributedDataParallel, or FSDP2 on two levels.
 
 `crossover-ddp advise` and `compare` copy this file to ``sitecustomize.py`` in a directory, and put
 that directory first on the script's PYTHONPATH. So Python runs the copy when it starts. The copy
@@ -15,6 +15,12 @@ last bucket counts as backward.
 
 A block begins and ends with an idle device, so the host's clock suffices. In both kinds, the
 gradient is the mean over ranks. Our design.
+
+[Note: steps of FSDP2]
+With fully_shard on a mesh of two dimensions, gradients travel in each backward pass by one
+all-reduce between nodes for each group of parameters. In the second kind of blocks, each of them
+waits until the device has finished and its ranks have met. So M is of the hop between nodes, and C
+includes FSDP2's own collectives inside the node.
 
 [Note: after the last block]
 The number of blocks is in the file `BLOCKS`. Before the first training forward behind the last
@@ -55,6 +61,7 @@ WINDOW = "window"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _DDP = "torch.nn.parallel.distributed"
 _OPTIMIZER = "torch.optim.optimizer"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 _SUMMED = ("backward_s", "met_s", "wire_s", "bytes", "forwards", "processor_s")
@@ -151,7 +158,8 @@ class _Meter:
             if self._step % BLOCK_STEPS == BLOCK_STEPS - 1:
                 for sent in self._sent:
                     sent.wait()
-                self._end_block(device, model.process_group.size())
+                ranks = model.process_group.size()
+                self._end_block(device, ranks, _nodes(ranks))
             self._step += 1
             self._sent = []
             self._ready = []
@@ -192,7 +200,7 @@ class _Meter:
             future.set_result(buffer)
         self._held = []
 
-    def _end_block(self, device: Any, ranks: int) -> None:
+    def _end_block(self, device: Any, ranks: int, nodes: int, *, is_sharded: bool = False) -> None:
         now_s = _now_s(device)
         if self._block_s is not None:
             self._sums["processor_s"] += time.process_time() - self._block_processor_s
@@ -201,7 +209,8 @@ class _Meter:
             block = {
                 "apart": self._apart,
                 "ranks": ranks,
-                "nodes": _nodes(ranks),
+                "nodes": nodes,
+                "sharded": is_sharded,
                 "ready": [(size, ready_s - self._ready[-1][1]) for size, ready_s in self._ready],
                 "seen": _seen(self._model),
                 **means,
@@ -216,6 +225,57 @@ class _Meter:
         self._block_s = now_s
         self._block_processor_s = time.process_time()
         self._sums = dict.fromkeys(_SUMMED, 0.0)
+
+
+class _ShardedMeter(_Meter):
+    """Measures the steps of a model of FSDP2, see [Note: steps of FSDP2]."""
+
+    # The state of FSDP2 that ends the model's backward passes.
+    _state: Any = None
+    # The device and the process group of the latest exchange. None if this backward had none.
+    _latest: Any = None
+
+    def all_reduce(self, tensor: Any, *args: Any, group: Any = None, **options: Any) -> Any:
+        """Average gradients between nodes, as FSDP2 does, and time it in every second block."""
+        import torch
+        import torch.distributed as dist
+
+        self._sums["bytes"] += tensor.nbytes
+        self._latest = tensor.device, group
+        all_reduce: Callable[..., Any] = dist.all_reduce
+        if not self._apart:
+            return all_reduce(tensor, *args, group=group, **options)
+        begin_s = _now_s(tensor.device)
+        begin_processor_s = time.process_time()
+        all_reduce(torch.zeros(1, device=tensor.device), group=group)
+        met_s = _now_s(tensor.device)
+        work = all_reduce(tensor, *args, group=group, **options)
+        end_s = _now_s(tensor.device)
+        self._sums["met_s"] += met_s - begin_s
+        self._sums["wire_s"] += end_s - met_s
+        self._sums["processor_s"] -= time.process_time() - begin_processor_s
+        return work
+
+    def end_backward(self, state: Any) -> None:
+        """Count a backward pass of FSDP2, which is a step if gradients were exchanged in it."""
+        import torch.distributed as dist
+
+        if self._state is None:
+            self._state, self._model, self._step = state, state._modules[0], -WARM_UP_STEPS
+        if state is not self._state:
+            return
+        self._sums["forwards"] += 1
+        if self._latest is None:
+            return
+        (device, group), self._latest = self._latest, None
+        if self._step % BLOCK_STEPS == BLOCK_STEPS - 1:
+            # The bytes of one rank's shards, of which a node has as many as ranks.
+            self._sums["bytes"] *= dist.get_world_size() // group.size()
+            self._end_block(device, dist.get_world_size(), group.size(), is_sharded=True)
+            if self._written == _blocks_wanted():
+                with open(_path(), "a") as file:
+                    file.write(json.dumps({"rehearsed": None}) + "\n")
+        self._step += 1
 
 
 def _now_s(device: Any) -> float:
@@ -289,7 +349,7 @@ def _seen(model: Any) -> list[str]:
                 seen.add("EMA")
         elif kinds[0].__name__ == "OptimizedModule" and model in each.modules():
             seen.add("torch.compile")
-    if any(map(_is_compiled, (model, model.module))):
+    if any(map(_is_compiled, (model, getattr(model, "module", model)))):
         seen.add("torch.compile")
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None and dynamo.counters["stats"] and "torch.compile" not in seen:
@@ -361,6 +421,32 @@ def _watch(ddp: Any) -> None:
     ddp._register_builtin_comm_hook = register_builtin
     ddp._pre_forward = pre_forward_measured
     ddp._post_forward = post_forward_measured
+
+
+class _Collectives:
+    """Replaces ``torch.distributed`` in FSDP2's module of collectives.
+
+    It has the same functions, apart from ``all_reduce``.
+    """
+
+    def __init__(self, all_reduce: Callable[..., Any]) -> None:
+        self.all_reduce = all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        import torch.distributed as dist
+
+        return getattr(dist, name)
+
+
+def _watch_states(state: Any, meter: _ShardedMeter) -> None:
+    ends = state._root_post_backward_final_callback
+
+    @functools.wraps(ends)
+    def ends_measured(self: Any) -> None:
+        ends(self)
+        meter.end_backward(self)
+
+    state._root_post_backward_final_callback = ends_measured
 
 
 # --- time alone -----------------------------------------------------------------------------------
@@ -461,8 +547,13 @@ def _patches() -> dict[str, Callable[[Any], None]]:
         with open(os.path.join(_HERE, WINDOW)) as file:
             skip, steps = map(int, file.read().split())
     except FileNotFoundError:
+        sharded = _ShardedMeter()
         return {
             _DDP: lambda module: _watch(module.DistributedDataParallel),
+            f"{_FSDP}._fsdp_collectives": lambda module: setattr(
+                module, "dist", _Collectives(sharded.all_reduce)
+            ),
+            f"{_FSDP}._fsdp_state": lambda module: _watch_states(module.FSDPState, sharded),
             "torch.nn.utils.clip_grad": _note_clipping,
         }
     timer = _Timer(skip, steps)

@@ -1,5 +1,6 @@
 """`crossover-ddp advise`: predictions from figures, measurements, refusals, no processes left."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,12 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp import cli
 from crossover_ddp.cli import advise as cli_advise
 from crossover_ddp.cli import step_meter
-from crossover_ddp.cli.advise import DECOUPLED, METHODS, Figures, figures, verdict
+from crossover_ddp.cli.advise import DECOUPLED, METHODS, Figures, figures, methods_for, verdict
 from tests.harness import in_ranks
 from tests.harness.waiting import eventually, gone
 
@@ -201,7 +206,8 @@ def block(
 ) -> dict[str, Any]:
     took_s = {"step_s": step_s, "backward_s": backward_s, "met_s": met_s, "wire_s": wire_s}
     counted = {"forwards": 1.0, "processor_s": 1.0, "ready": [[4e6, 0.0]], "seen": []}
-    return {"apart": apart, "ranks": ranks, "nodes": ranks, "bytes": 4e6, **counted, **took_s}
+    job = {"ranks": ranks, "nodes": ranks, "sharded": False, "bytes": 4e6}
+    return {"apart": apart, **job, **counted, **took_s}
 
 
 def record(directory: Path, *ranks: list[dict[str, Any]]) -> Path:
@@ -298,6 +304,58 @@ def test_a_model_that_trains_after_another_is_measured(tmp_path: Path, rank: int
             model(torch.ones(2, width)).mean().backward()
     assert [block["apart"] for block in recorded(tmp_path)] == [False, False, True, False, True]
     assert [block["bytes"] for block in recorded(tmp_path)] == [4 * (64 + 8)] + 4 * [4 * (16 + 4)]
+
+
+@in_ranks(2, timeout_s=60.0)
+def test_a_job_of_fsdp2_trains_as_without_the_meter(tmp_path: Path) -> None:
+    """Steps are those with exchanges between nodes, here of one rank each."""
+    step_meter._HERE = str(tmp_path)
+    (tmp_path / step_meter.BLOCKS).write_text("2")
+    step_meter._blocks_wanted.cache_clear()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("between", "inside"))
+    meter = step_meter._ShardedMeter()
+    sums = []
+    for is_measured in (True, False):
+        with contextlib.ExitStack() as patches:
+            if is_measured:
+                ends = "_root_post_backward_final_callback"
+                patches.enter_context(mock.patch.object(FSDPState, ends, getattr(FSDPState, ends)))
+                step_meter._watch_states(FSDPState, meter)
+                collectives = step_meter._Collectives(meter.all_reduce)
+                patches.enter_context(mock.patch.object(_fsdp_collectives, "dist", collectives))
+            torch.manual_seed(1)
+            model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for step in range(2 * STEPS):
+                model.set_requires_all_reduce(bool(step % 2))
+                model(torch.full((2, 8), dist.get_rank() + step / STEPS)).square().mean().backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        sums.append(sum(each.detach().to_local().sum().item() for each in model.parameters()))
+    step_meter._blocks_wanted.cache_clear()
+    assert sums[0] == sums[1]
+    blocks = [line for line in recorded(tmp_path) if "apart" in line]
+    assert [each["apart"] for each in blocks] == [False, True, False, True]
+    for each in blocks:
+        assert (each["bytes"], each["ranks"], each["nodes"]) == (4 * 2 * (64 + 8), 2, 2)
+        assert (each["sharded"], each["forwards"]) == (True, 2.0)
+        assert (each["wire_s"] > 0) == (each["met_s"] > 0) == each["apart"]
+        assert each["met_s"] + each["wire_s"] < each["step_s"]
+    assert {"rehearsed": None} in recorded(tmp_path)  # so that `advise` waits for none
+
+
+def test_advice_for_fsdp2_is_of_the_hop_between_nodes() -> None:
+    found = of(1.0, 1.0, 1.0)._replace(ranks=8, nodes=2, sharded=True)
+    assert found.hooks_wire_s == 1.0, "M was measured on this hop"
+    crossover, split, int8 = methods_for(found)
+    assert split.bound(found) == pytest.approx(2 / (1 / 3 + 1))
+    assert int8.bound(found) == pytest.approx(2.0)
+    assert 'process_group=mesh["between"].get_group()' in crossover.line
+    shown = cli_advise._report(found)
+    for method in (crossover, split, int8):
+        assert f"{method.caveat}\n    crossover_ddp.fsdp.register_comm_hook(" in shown
+    assert verdict(found).startswith("crossover (two sibling jobs)")
 
 
 class Takes(torch.autograd.Function):
