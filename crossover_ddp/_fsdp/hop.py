@@ -129,7 +129,8 @@ class Hop:
         # See [Note: memory that FSDP2 lets go].
         self._kept: list[Tensor] = []
         self._streams: set[Any] = set()
-        # Whether a bucket of the step has been sent, and the first error of the step.
+        # Whether a backward pass has begun, whether it has sent a bucket, and its first error.
+        self._has_begun = False
         self._is_sending = False
         self._error: Exception | None = None
         self._is_checked = False
@@ -154,6 +155,11 @@ class Hop:
 
     def _reduced(self, number: int, flat: Tensor) -> None:
         """Average the gradients of a group over the nodes. FSDP2 uses ``flat`` afterwards."""
+        self._has_begun = True
+        self._device = flat.device
+        if flat.is_cuda:
+            self._kept.append(flat)
+            self._streams.add(torch.cuda.current_stream(flat.device))
         if not torch_private.is_fsdp_group_averaged(self._shards.groups[number]):
             # FSDP2 itself heeds set_requires_all_reduce only where it averages over nodes.
             waiting = self._waiting.get(number)
@@ -162,10 +168,6 @@ class Hop:
             return
         if (waiting := self._waiting.pop(number, None)) is not None:
             flat.add_(waiting)
-        self._device = flat.device
-        if flat.is_cuda:
-            self._kept.append(flat)
-            self._streams.add(torch.cuda.current_stream(flat.device))
         # A module that was used twice has two gradients, which a codec must not mix.
         self._land([each for each in self._late if each.number == number])
         if not self._is_checked:
@@ -273,26 +275,31 @@ class Hop:
     # --- at the end of backward -------------------------------------------------------------------
 
     def _backward_ends(self) -> None:
-        """End the step, and let FSDP2's gradients be averages. Raise the error of the step."""
-        if not self._is_sending:
-            return
-        self._is_sending = False
+        """Wait for all averages, and raise the error of the step."""
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._streams.clear()
-        self._shards.refresh()
+        is_step, self._is_sending = self._is_sending, False
+        if is_step:
+            self._shards.refresh()
+            tail = self._send_tail()
+            self._land(self._late.copy())
+            if tail is not None:
+                self._wait(tail.future, tail.flat)
+        self._kept.clear()
+        self._has_begun = False
+        error, self._error = self._error, None
+        if is_step:
+            self._share_error(error)
+
+    def _send_tail(self) -> _Late | None:
+        """Send a bucket that is the last one, see [Note: the end of the step]."""
+        number = len(self._shards.groups)
         flat = torch.zeros(1, device=self._device)
         if self._tail is None:
             self._tail = self._shards.add_placeholder(TAIL, flat.numel(), flat.device)
-        # See [Note: the end of the step].
-        bucket = ShardBucket(len(self._shards.groups), flat, [self._tail], is_last=True)
-        tail = self._send(bucket)
-        self._land(self._late.copy())
-        if tail is not None:
-            self._wait(tail, flat)
-        self._kept.clear()
-        error, self._error = self._error, None
-        self._share_error(error)
+        future = self._send(ShardBucket(number, flat, [self._tail], is_last=True))
+        return None if future is None else _Late(number, flat, future)
 
     def _share_error(self, error: Exception | None) -> None:
         """Raise ``error``, or the one of another rank, see [Note: sharing errors]."""
@@ -319,14 +326,14 @@ class Hop:
 
     def _forward_begins(self, *_: Any) -> None:
         """Drop the exchanges of a backward pass that has raised an error."""
-        if not self._is_sending or torch_private.is_in_fsdp_backward(self._network):
+        if not self._has_begun or torch_private.is_in_fsdp_backward(self._network):
             return
         for each in self._late:
             self._wait(each.future, each.flat)
         self._late.clear()
         self._kept.clear()
         self._waiting.clear()
-        self._is_sending = False
+        self._has_begun = self._is_sending = False
         self._error = None
 
     def _around(self, hook: Callable[..., None]) -> OwnHook:
