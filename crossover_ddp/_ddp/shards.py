@@ -53,11 +53,22 @@ class Shards(nn.Module):
         """Follow parameters that were moved, loaded by assignment, frozen or unfrozen."""
         for group, shards in zip(self.groups, self._of_group, strict=True):
             found = torch_private.fsdp_shards(group)
-            for (whole, memory), shard in zip(found, shards, strict=True):
+            for place, (whole, memory) in enumerate(found):
+                shard = shards[place]
+                if shard.is_meta and not memory.is_meta:
+                    shard = shards[place] = self._replaced(shard, memory)
                 shard.__dict__["optimized_as"] = whole
                 shard.requires_grad_(whole.requires_grad)
                 if shard.data_ptr() != memory.data_ptr():
                     shard.data = memory
+
+    def _replaced(self, old: nn.Parameter, memory: Tensor) -> nn.Parameter:
+        """Return a parameter in place of one on the meta device, which can get no memory."""
+        new = nn.Parameter(memory.detach(), requires_grad=old.requires_grad)
+        own = torch_private.own_parameters(self)
+        [name] = [name for name, each in own.items() if each is old]
+        own[name] = new
+        return new
 
     def meshes(self) -> list[Any]:
         """Return the device meshes of the shards, each once."""

@@ -85,6 +85,7 @@ class _Late(NamedTuple):
 
     number: int  # of the parameter group
     flat: Tensor
+    shards: list[nn.Parameter]  # those with a gradient, since user code may freeze some meanwhile
     future: torch.futures.Future[Any]
 
 
@@ -108,6 +109,8 @@ class Hop:
         self._exchange = Exchange.of(process_group)
         self.model = ShardedModel(network, process_group, state, hook, self._around)
         self._shards: Shards = self.model.module
+        # The modules to which fully_shard was applied.
+        self._parts = [each for each in network.modules() if isinstance(each, FSDPModule)]
         # The process groups inside the node.
         meshes = self._shards.meshes()
         self._inside = [mesh.get_group() for mesh in meshes]
@@ -125,12 +128,15 @@ class Hop:
         self._tail: nn.Parameter | None = None
         # Gradients that wait for `set_requires_all_reduce`, by the number of their group.
         self._waiting: dict[int, Tensor] = {}
+        # Parameters that had no gradient before, to which FSDP2 gives zeros meanwhile.
+        self._without: list[Tensor] = []
         self._late: list[_Late] = []
         # See [Note: memory that FSDP2 lets go].
         self._kept: list[Tensor] = []
         self._streams: set[Any] = set()
-        # Whether a backward pass has begun, whether it has sent a bucket, and its first error.
-        self._has_begun = False
+        # Whether FSDP2 has averaged a group in this backward pass, whether a bucket of the step has
+        # been sent, and the first error of the step.
+        self._is_open = False
         self._is_sending = False
         self._error: Exception | None = None
         self._is_checked = False
@@ -155,8 +161,9 @@ class Hop:
 
     def _reduced(self, number: int, flat: Tensor) -> None:
         """Average the gradients of a group over the nodes. FSDP2 uses ``flat`` afterwards."""
-        self._has_begun = True
-        self._device = flat.device
+        if not self._is_open:
+            self._is_open = True
+            self._shards.refresh()
         if flat.is_cuda:
             self._kept.append(flat)
             self._streams.add(torch.cuda.current_stream(flat.device))
@@ -165,9 +172,12 @@ class Hop:
             waiting = self._waiting.get(number)
             self._waiting[number] = flat.clone() if waiting is None else waiting.add_(flat)
             flat.zero_()
+            trained = map(checks.optimized, self._shards.trained(number))
+            self._without += [each for each in trained if each.grad is None]
             return
         if (waiting := self._waiting.pop(number, None)) is not None:
             flat.add_(waiting)
+        self._device = flat.device
         # A module that was used twice has two gradients, which a codec must not mix.
         self._land([each for each in self._late if each.number == number])
         if not self._is_checked:
@@ -179,7 +189,8 @@ class Hop:
         if is_late:
             flat.zero_()
             if future is not None:
-                self._late.append(_Late(number, bucket.buffer(), future))
+                shards = self._shards.trained(number)
+                self._late.append(_Late(number, bucket.buffer(), shards, future))
         elif future is not None and self._wait(future, flat):
             flat.mul_(self._factor(number))
 
@@ -202,7 +213,8 @@ class Hop:
         shards = self._shards.trained(number)
         return not (
             self._exchange.networks[flat.device].in_program_order
-            or flat.dtype == torch.float16  # FSDP2 divides by a part of the number of ranks later
+            # FSDP2 divides these by a part of the number of ranks later, even float64.
+            or flat.dtype not in (torch.float32, torch.bfloat16)
             or torch_private.fsdp_divides_late(group)
             or torch_private.is_fsdp_group_offloaded(group)
             or flat.numel() != sum(each.numel() for each in shards)
@@ -253,7 +265,7 @@ class Hop:
                 continue
             average = each.flat.mul_(self._factor(each.number))
             begin = 0
-            for shard in self._shards.trained(each.number):
+            for shard in each.shards:
                 gradient = own_part(cast(Tensor, checks.optimized(shard).grad))
                 piece = average[begin : begin + gradient.numel()].view(gradient.shape)
                 gradient.add_(piece.to(gradient.dtype))
@@ -267,6 +279,13 @@ class Hop:
                 f"expected the outermost module of FSDP2, got {type(self._network).__name__} inside "
                 "of another one, which ends backward passes; register the hook on the whole model"
             )
+        known = {*map(id, self._shards.groups)}
+        if not known.issuperset(map(id, torch_private.fsdp_groups(self._network))):
+            raise UnsupportedConfigurationError(
+                "expected all parameters that the model had when the hook was registered, got more: "
+                "nothing averages their gradients over the nodes; register the hook after the last "
+                "call of fully_shard"
+            )
         shards = {name: tuple(each.shape) for name, each in self._shards.named_parameters()}
         places = [group.rank() for group in self._inside]
         remedy = "pass the process group of the ranks with the same shards, one on each node"
@@ -276,30 +295,44 @@ class Hop:
 
     def _backward_ends(self) -> None:
         """Wait for all averages, and raise the error of the step."""
+        if self._is_in_backward():
+            return  # several modules are outermost, if user code calls them instead of the model
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._streams.clear()
         is_step, self._is_sending = self._is_sending, False
         if is_step:
             self._shards.refresh()
-            tail = self._send_tail()
+            tail, zero = self._send_tail()
             self._land(self._late.copy())
             if tail is not None:
-                self._wait(tail.future, tail.flat)
-        self._kept.clear()
-        self._has_begun = False
-        error, self._error = self._error, None
+                self._wait(tail, zero)
+        for parameter in self._without:
+            parameter.grad = None
+        error = self._error
+        self._drop()
         if is_step:
             self._share_error(error)
 
-    def _send_tail(self) -> _Late | None:
+    def _send_tail(self) -> tuple[torch.futures.Future[Any] | None, Tensor]:
         """Send a bucket that is the last one, see [Note: the end of the step]."""
-        number = len(self._shards.groups)
-        flat = torch.zeros(1, device=self._device)
+        zero = torch.zeros(1, device=self._device)
         if self._tail is None:
-            self._tail = self._shards.add_placeholder(TAIL, flat.numel(), flat.device)
-        future = self._send(ShardBucket(number, flat, [self._tail], is_last=True))
-        return None if future is None else _Late(number, flat, future)
+            self._tail = self._shards.add_placeholder(TAIL, zero.numel(), zero.device)
+        number = len(self._shards.groups)
+        return self._send(ShardBucket(number, zero, [self._tail], is_last=True)), zero
+
+    def _drop(self) -> None:
+        """Forget everything that belongs to one backward pass."""
+        self._late.clear()
+        self._kept.clear()
+        self._without.clear()
+        self._is_open = self._is_sending = False
+        self._error = None
+
+    def _is_in_backward(self) -> bool:
+        """Return whether FSDP2 has not yet ended a backward pass of the model or a part of it."""
+        return any(map(torch_private.is_in_fsdp_backward, self._parts))
 
     def _share_error(self, error: Exception | None) -> None:
         """Raise ``error``, or the one of another rank, see [Note: sharing errors]."""
@@ -326,15 +359,20 @@ class Hop:
 
     def _forward_begins(self, *_: Any) -> None:
         """Drop the exchanges of a backward pass that has raised an error."""
-        if not self._has_begun or torch_private.is_in_fsdp_backward(self._network):
+        is_inside = self._is_in_backward()
+        if is_inside and torch.is_grad_enabled() and not torch_private.is_in_backward():
+            raise RuntimeError(
+                "expected FSDP2 between two backward passes, got one that has never ended, since it "
+                "has raised an error: FSDP2 would not end later ones either, and leave parameters "
+                "without gradients; call model.reset_iter_state() after the error (torch 2.13), or "
+                "restart the job"
+            )
+        if is_inside or not self._is_open:
             return
         for each in self._late:
             self._wait(each.future, each.flat)
-        self._late.clear()
-        self._kept.clear()
         self._waiting.clear()
-        self._has_begun = self._is_sending = False
-        self._error = None
+        self._drop()
 
     def _around(self, hook: Callable[..., None]) -> OwnHook:
         """Return a form of ``hook``, which changes shards, that runs before FSDP2 gathers them."""
@@ -346,9 +384,12 @@ class Hop:
                 hook(*args)
             except Exception as raised:
                 error = raised
-            for module in self._network.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # an evaluation leaves some of them gathered
+            for group in self._shards.groups:
+                torch_private.wait_for_fsdp_group(
+                    group
+                )  # of unshard(async_op=True), with former parameters
+            for part in self._parts:
+                part.reshard()  # an evaluation leaves some of them gathered
             self._share_error(error)
 
         return OwnHook(uncompiled(around))

@@ -412,6 +412,19 @@ def is_in_fsdp_backward(module: torch.nn.Module) -> bool:
     return bool(_fsdp_state(module)._state_ctx.post_backward_final_callback_queued)
 
 
+# The number of the backward pass that runs on this thread, -1 outside of one. Seen in 2.11 and 2.14.
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    number: int = torch._C._current_graph_task_id()
+    return number != -1
+
+
+# Waits until parameters that unshard(async_op=True) gathers have arrived. Seen in 2.11 and 2.14.
+wait_for_fsdp_group: Callable[[Any], None] = operator.methodcaller("wait_for_unshard")
+
+
 def _fsdp_state(module: torch.nn.Module) -> Any:
     """Return FSDP2's state of ``module``, or None if fully_shard was not applied to it."""
     get_state = getattr(module, "_get_fsdp_state", None)
