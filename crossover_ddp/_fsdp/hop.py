@@ -10,7 +10,9 @@ before, the ``grad`` of earlier micro-batches is still whole.
 
 The hook blocks where its caller needs the average at once: if FSDP2 divides after the
 hook or copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters
-have no gradient, because the hook does not learn which ones.
+have no gradient, because the hook does not learn which ones. It also blocks for hooks of others,
+such as PowerSGD of torch, which start collectives when former ones have ended: with several
+buckets under way their order would differ between ranks.
 
 [Note: the end of the step] No group knows whether it is the last one of a backward pass. So at its
 end the hook gets one more bucket, of a single zero, for which ``is_last()`` is true. Hooks give the
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 
 from crossover_ddp._ddp import checks
@@ -47,6 +50,13 @@ from crossover_ddp._system import torch_private
 from crossover_ddp.errors import ExchangeError, UnsupportedConfigurationError
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+# The hooks of torch that start all of their collectives before they return.
+_SINGLE = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
 
 
 class ShardBucket:
@@ -126,6 +136,12 @@ class Hop:
         # The indices of buckets that hold a part of a group, by the group and their size.
         self._partial: dict[tuple[int, int], tuple[int, nn.Parameter]] = {}
         self._tail: nn.Parameter | None = None
+        # Whether several buckets may be under way.
+        self._may_overlap = (
+            isinstance(state, HookState)
+            or hook in _SINGLE
+            or getattr(hook, "__module__", "").partition(".")[0] == "crossover_ddp"
+        )
         # Gradients that wait for `set_requires_all_reduce`, by the number of their group.
         self._waiting: dict[int, Tensor] = {}
         # Parameters that had no gradient before, to which FSDP2 gives zeros meanwhile.
@@ -211,7 +227,7 @@ class Hop:
         """Return whether the average may arrive at the end of backward, see [Note: late averages]."""
         group = self._shards.groups[number]
         shards = self._shards.trained(number)
-        return not (
+        return self._may_overlap and not (
             self._exchange.networks[flat.device].in_program_order
             # FSDP2 divides these by a part of the number of ranks later, even float64.
             or flat.dtype not in (torch.float32, torch.bfloat16)
