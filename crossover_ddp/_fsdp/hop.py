@@ -10,9 +10,9 @@ before, the ``grad`` of earlier micro-batches is still whole.
 
 The hook blocks where its caller needs the average at once: if FSDP2 divides after the
 hook or copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters
-have no gradient, because the hook does not learn which ones. It also blocks for hooks of others,
-such as PowerSGD of torch, which start collectives when former ones have ended: with several
-buckets under way their order would differ between ranks.
+have no gradient, because the hook does not learn which ones. It also blocks for other libraries'
+hooks, such as torch's PowerSGD, since some start collectives when former ones have ended: with
+several buckets under way, the order of these would differ between ranks.
 
 [Note: the end of the step] No group knows whether it is the last one of a backward pass. So at its
 end the hook gets one more bucket, of a single zero, for which ``is_last()`` is true. Hooks give the
@@ -136,12 +136,10 @@ class Hop:
         # The indices of buckets that hold a part of a group, by the group and their size.
         self._partial: dict[tuple[int, int], tuple[int, nn.Parameter]] = {}
         self._tail: nn.Parameter | None = None
-        # Whether several buckets may be under way.
-        self._may_overlap = (
-            isinstance(state, HookState)
-            or hook in _SINGLE
-            or getattr(hook, "__module__", "").partition(".")[0] == "crossover_ddp"
-        )
+        # Whether several buckets may be under way. Hooks with "<locals>" wrap others.
+        is_own = getattr(hook, "__module__", "").partition(".")[0] == "crossover_ddp"
+        is_wrapper = "<locals>" in getattr(hook, "__qualname__", "")
+        self._may_overlap = hook in _SINGLE or (is_own and not is_wrapper)
         # Gradients that wait for `set_requires_all_reduce`, by the number of their group.
         self._waiting: dict[int, Tensor] = {}
         # Parameters that had no gradient before, to which FSDP2 gives zeros meanwhile.
