@@ -287,7 +287,6 @@ class Hop:
 
     def _check(self) -> None:
         """Refuse ranks with different shards, and a module that is not the outermost one."""
-        self._is_checked = True
         if torch_private.is_fsdp_root(self._network) is False:
             raise UnsupportedConfigurationError(
                 f"expected the outermost module of FSDP2, got {type(self._network).__name__} inside "
@@ -300,10 +299,15 @@ class Hop:
                 "nothing averages their gradients over the nodes; register the hook after the last "
                 "call of fully_shard"
             )
-        shards = {name: tuple(each.shape) for name, each in self._shards.named_parameters()}
+        # Padded shards may be equally large although the parameters are not.
+        shards = {
+            name: (tuple(checks.optimized(each).shape), tuple(each.shape))
+            for name, each in self._shards.named_parameters()
+        }
         places = [group.rank() for group in self._inside]
         remedy = "pass the process group of the ranks with the same shards, one on each node"
         compare(self._group, {"place inside the node": places, "shards": shards}, remedy)
+        self._is_checked = True
 
     # --- at the end of backward -------------------------------------------------------------------
 
