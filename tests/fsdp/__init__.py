@@ -1,0 +1,1 @@
+"""Hooks on FSDP2's hop between nodes: they train like native hybrid sharding."""
