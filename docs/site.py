@@ -19,8 +19,10 @@ PAGES = {
 MODULES = (
     *("auto_hooks", "comm_hooks", "decoupled_hooks", "owner_hooks", "codecs"),
     *("averaging_hooks", "muon_hooks", "kfac_hooks"),
-    *("gpu_mutex", "metrics", "pipeline", "errors"),
+    *("gpu_mutex", "metrics", "fsdp", "pipeline", "errors"),
 )
+# Modules whose names are imported from themselves.
+OWN_PATHS = ("fsdp", "pipeline")
 
 PRIVATE_NAMES = "<!-- torch's private names -->"
 
@@ -39,7 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
     for module in MODULES:
-        path = "crossover_ddp.pipeline" if module == "pipeline" else "crossover_ddp"
+        path = f"crossover_ddp.{module}" if module in OWN_PATHS else "crossover_ddp"
         text = f"# {module}\n\nImport these names from `{path}`.\n\n"
         text += f"::: crossover_ddp.{module}\n    options: {{members: {_offered(module)}}}\n"
         files.append(File.generated(config, f"reference/{module}.md", content=text))
@@ -49,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 def _offered(module: str) -> list[str]:
     """Return the names that a page describes: those that the package offers, each on one page."""
     names = _public(module)
-    if module == "pipeline":
+    if module in OWN_PATHS:
         return names
     elsewhere = _public("decoupled_hooks") if module == "comm_hooks" else []
     return [name for name in names if name in _public("") and name not in elsewhere]

@@ -18,12 +18,12 @@ def losses(output: str) -> list[str]:
     return re.findall(r"^epoch \d+: loss ([\d.]+)$", output, re.MULTILINE)
 
 
-def train(name: str, *args: str, environment: dict[str, str] | None = None) -> str:
-    """Run a recipe in two ranks. Return their output: one of them prints the losses."""
+def train(name: str, *args: str, ranks: int = 2, environment: dict[str, str] | None = None) -> str:
+    """Run a recipe in some ranks. Return their output: one of them prints the losses."""
     with spawn_script(
-        RECIPES / f"minimal_{name}.py", 2, args=args, environment=environment, forked=True
-    ) as ranks:
-        return "".join(ranks.wait(TIMEOUT_S))
+        RECIPES / f"minimal_{name}.py", ranks, args=args, environment=environment, forked=True
+    ) as spawned:
+        return "".join(spawned.wait(TIMEOUT_S))
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,15 @@ def test_a_compressed_job_learns_with_a_quarter_of_the_bytes(plain: list[str]) -
     # Without learning it is 2.3.
     assert float(loss) < 0.5
     assert 0.25 < float(rate) < 0.27
+
+
+def test_fsdp_learns_with_a_quarter_of_the_bytes_between_nodes() -> None:
+    printed = train("fsdp", ranks=4)
+    exact = losses(train("fsdp", ranks=4, environment=PLAIN))
+    assert re.findall(r"rate (0\.2\d+)", printed)
+    assert losses(printed)[0] != exact[0]
+    assert float(losses(printed)[0]) == pytest.approx(float(exact[0]), rel=0.01)
+    assert float(losses(printed)[-1]) < 0.5
 
 
 def test_minimal_recipes_import_only_public_names() -> None:

@@ -1,6 +1,6 @@
 """The code blocks of README and docs/ run as they stand, and train two ranks on gloo.
 
-`test_loops` runs those of docs/loops.md.
+`test_loops` runs those of docs/loops.md, and tests/fsdp/test_page.py those of docs/fsdp.md.
 """
 
 from pathlib import Path
@@ -20,7 +20,10 @@ PAGES = [
     "README.md",
     *(f"docs/{each.name}" for each in sorted((ROOT / "docs").glob("*.md"))),
 ]
-ELSEWHERE = {"docs/loops.md": "tests/recipes/test_loops.py"}
+ELSEWHERE = {
+    "docs/loops.md": "tests/recipes/test_loops.py",
+    "docs/fsdp.md": "tests/fsdp/test_page.py",
+}
 
 
 def blocks_of(page: str) -> list[str]:

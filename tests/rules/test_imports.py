@@ -53,9 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {"__init__", "_turns.view", "_timeline", "_system", "pipeline", "errors"},
     "__init__": PUBLIC,
-    "recipes": {"__init__", "pipeline", "lab"},
+    "recipes": {"__init__", "fsdp", "pipeline", "lab"},
     "lab": {"__init__", "pipeline", "_timeline", "_system.children"},
-    "studies": {"__init__", "pipeline", "_timeline", "lab", "recipes"},
+    "studies": {"__init__", "fsdp", "pipeline", "_timeline", "lab", "recipes"},
 }
 # The violations of today. The set may only shrink: a change that removes one also removes it here.
 EXCEPTIONS = {
@@ -178,12 +178,12 @@ def test_the_package_offers_public_names_and_nothing_else() -> None:
 
 
 def other_paths(text: str) -> list[str]:
-    """Return what a document or docstring takes from elsewhere than the package or `pipeline`."""
+    """Return what a document or docstring takes from elsewhere than the package, `fsdp` or `pipeline`."""
     found = re.findall(rf"(?:from|import) {PACKAGE}\.(\w+)", text)
     for names in re.findall(rf"from {PACKAGE} import ([\w, ]+)", text):
         found += names.split(", ")
     found += re.findall(rf"(?<![\w/]){PACKAGE}\.([A-Za-z]\w*)", text)
-    offered = {*crossover_ddp.__all__, "pipeline", "cli"}
+    offered = {*crossover_ddp.__all__, "fsdp", "pipeline", "cli"}
     return sorted({*found} - offered)
 
 
