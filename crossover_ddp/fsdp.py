@@ -20,7 +20,7 @@ from crossover_ddp._system import torch_private
 
 from .averaging_hooks import LocalSGDState
 from .codecs import CompressedState
-from .comm_hooks import CrossoverState
+from .comm_hooks import CrossoverState, crossover_hook
 from .errors import UnsupportedConfigurationError
 
 __all__ = ["register_comm_hook"]
@@ -48,7 +48,8 @@ def register_comm_hook(
     Args:
         model: the outermost module to which ``fully_shard`` was applied.
         state: the hook's state, with ``process_group=mesh["between"].get_group()``, or that process
-            group itself if the hook has no other state. `CrossoverState`, `CompressedState` and
+            group itself if the hook has no other state. A wrapped hook needs it as well, as in
+            ``CrossoverState(group, hook_state=group)``. `CrossoverState`, `CompressedState` and
             `LocalSGDState` work, and so do process groups and states of torch's own hooks. Turns
             belong to all ranks of the job.
         hook: the hook of that state, such as ``compressed_hook``,
@@ -94,9 +95,26 @@ def register_comm_hook(
     given: Any = state
     group = checks.resolve_group(getattr(state, "process_group", given))
     _check_shards(model, group)
+    if isinstance(state, CrossoverState) and hook is not crossover_hook:
+        _check_wrapped(state, group)
     hop = Hop(model, state, hook, group)  # type: ignore[arg-type]
     hop.register()
     setattr(model, _HOP, hop)
+
+
+def _check_wrapped(state: CrossoverState, group: dist.ProcessGroup) -> None:
+    """Refuse a wrapped hook that would average over other ranks than ``group``.
+
+    Torch's hooks use the default group if their state is None.
+    """
+    inner = state.hook_state
+    found = inner if inner is None else getattr(inner, "process_group", inner)
+    if found is None or (isinstance(found, dist.ProcessGroup) and found is not group):
+        raise UnsupportedConfigurationError(
+            f"expected the process group of the CrossoverState for the wrapped hook as well, got "
+            f"hook_state={inner!r}: it would average different shards; pass hook_state=group, or a "
+            "state of that hook with process_group=group"
+        )
 
 
 def _check_shards(model: FSDPModule, group: dist.ProcessGroup) -> None:

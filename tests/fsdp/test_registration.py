@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.fsdp import fully_shard
 
 import crossover_ddp as ddp
@@ -105,6 +107,20 @@ def test_a_state_that_needs_ddp_is_refused(name: str) -> None:
     message = raised(lambda: register_comm_hook(model, state, ddp.decoupled_hook))
     assert f"got {name}: its hook needs DDP's own buckets" in message
     assert "expected a state of CrossoverState, CompressedState, LocalSGDState" in message
+
+
+@in_ranks(4)
+def test_a_wrapped_hook_that_averages_over_other_ranks_is_refused(rank: int) -> None:
+    """With no state of their own, torch's hooks average over the default group."""
+    mesh = small.mesh_of()
+    group = mesh["between"].get_group()
+    model = small.sharded(small.Network(), mesh["inside"])
+    hook = ddp.crossover_wrapper(allreduce_hook)
+    for inner in (None, mesh["inside"].get_group(), PowerSGDState(None, 2)):
+        state = ddp.CrossoverState(group, hook_state=inner)
+        message = error_of(lambda s=state: register_comm_hook(model, s, hook))
+        assert "it would average different shards; pass hook_state=group" in message
+    register_comm_hook(model, ddp.CrossoverState(group, hook_state=group), hook)
 
 
 @in_ranks(4)
