@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import crossover_ddp as ddp
@@ -261,7 +262,7 @@ def bits_on_device(rank: int, world_size: int, way: str) -> tuple[list[float], l
     def gated(group: dist.ProcessGroup, bucket: Any) -> Any:
         # All groups were launched before the last bucket. With it the host may wait for the device.
         resume() if bucket.is_last() else hold()
-        return ddp.reduce_scatter_all_gather_hook(group, bucket)
+        return allreduce_hook(group, bucket)  # our own hooks keep the tensor for some time
 
     def documented(flat: torch.Tensor) -> None:
         hold()

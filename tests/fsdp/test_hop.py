@@ -162,9 +162,9 @@ def test_evaluation_between_steps_changes_nothing_with_averaged_parameters(rank:
     mesh = small.mesh_of()
     found = []
     for evaluates in (False, True):
-        model = small.model_on(mesh, small.local_sgd)
+        model = small.model_on(mesh, functools.partial(small.local_sgd, sync_every=2))
         training = Training(model)
-        for step in range(STEPS):
+        for step in range(2 * STEPS):
             training.step(step)
             if evaluates:
                 model.eval()
@@ -172,6 +172,4 @@ def test_evaluation_between_steps_changes_nothing_with_averaged_parameters(rank:
                     small.loss_of(model, 100 + step)
                 model.train()
         found.append(training.losses)
-    native = Training(small.model_on(mesh)).run(*range(STEPS))
-    assert found[0] == native.losses
-    assert found[1] == native.losses
+    assert found[0] == found[1]
