@@ -8,9 +8,9 @@ while backward could continue. So it sends a copy of the gradients, leaves zeros
 returns at once. At the end of backward the averages are added to ``grad``. If backward raises
 before, the ``grad`` of earlier micro-batches is still whole.
 
-The hook blocks where its caller needs the average at once: if FSDP2 divides after the
-hook or copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters
-have no gradient, because the hook does not learn which ones. It also blocks for other libraries'
+The hook blocks where its caller needs the average at once: if FSDP2 divides after the hook or
+copies gradients to the CPU, if an optimizer runs inside of backward, or if some parameters have no
+gradient, because the hook does not learn which ones. It also blocks for other libraries'
 hooks, such as torch's PowerSGD, since some start collectives when former ones have ended: with
 several buckets under way, the order of these would differ between ranks.
 
@@ -18,10 +18,10 @@ several buckets under way, the order of these would differ between ranks.
 end the hook gets one more bucket, of a single zero, for which ``is_last()`` is true. Hooks give the
 turn away with it, and count steps and compare replicas behind it.
 
-[Note: sharing errors] If the exchange of one rank fails, only the ranks with the same shard
-know. The others would wait inside the node for a rank that trains no longer. So where gloo connects
-the ranks of a node, they share errors at the end of every backward pass.
-With NCCL, torch's watchdog ends their processes after the group's timeout.
+[Note: sharing errors] If the exchange of one rank fails, only the ranks with the same shard know.
+The others would wait inside the node for a rank that no longer trains. So where gloo connects the
+ranks of a node, they share errors at the end of every backward pass. With NCCL, torch's watchdog
+ends their processes after the group's timeout.
 
 [Note: memory that FSDP2 lets go] On a CUDA device FSDP2 converts the flat tensor to the parameters'
 dtype on the stream of our hook, and drops the tensor while that stream may not have got there.
@@ -213,12 +213,13 @@ class Hop:
         if flat.numel() == sum(each.numel() for each in shards):
             return ShardBucket(number, flat, shards)
         # Some parameters have no gradient, and it is not known which ones. So codecs leave it exact.
-        index, placeholder = self._partial.get((number, flat.numel()), (None, None))
-        if index is None or placeholder is None:
-            index = len(self._shards.groups) + 1 + len(self._partial)
+        key = number, flat.numel()
+        if key not in self._partial:
             name = f"(a part of group {number} with {flat.numel()} gradients)"
             placeholder = self._shards.add_placeholder(name, flat.numel(), flat.device)
-            self._partial[number, flat.numel()] = index, placeholder
+            index = len(self._shards.groups) + 1 + len(self._partial)
+            self._partial[key] = index, placeholder
+        index, placeholder = self._partial[key]
         return ShardBucket(index, flat, [placeholder])
 
     def _may_be_late(self, number: int, flat: Tensor) -> bool:
@@ -402,10 +403,9 @@ class Hop:
                 hook(*args)
             except Exception as raised:
                 error = raised
+            # After unshard(async_op=True) the former parameters are still under way.
             for group in self._shards.groups:
-                torch_private.wait_for_fsdp_group(
-                    group
-                )  # of unshard(async_op=True), with former parameters
+                torch_private.wait_for_fsdp_group(group)
             for part in self._parts:
                 part.reshard()  # an evaluation leaves some of them gathered
             self._share_error(error)

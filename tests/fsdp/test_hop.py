@@ -157,6 +157,23 @@ def test_the_gradients_of_a_module_that_is_used_twice_travel_together(rank: int,
 
 
 @in_ranks(4)
+def test_a_forward_uses_averages_although_parameters_were_gathered_before(rank: int) -> None:
+    """Before forward, unshard(async_op=True) begins to gather the former parameters."""
+    mesh = small.mesh_of()
+    found = []
+    for gathers in (False, True):
+        training = Training(small.model_on(mesh, functools.partial(small.local_sgd, sync_every=2)))
+        for step in range(2 * STEPS):
+            if gathers:
+                training.model.unshard(async_op=True)
+                for block in training.model.blocks:
+                    block.unshard(async_op=True)
+            training.step(step)
+        found.append(training.losses)
+    assert found[0] == found[1]
+
+
+@in_ranks(4)
 def test_evaluation_between_steps_changes_nothing_with_averaged_parameters(rank: int) -> None:
     """It leaves the outermost module gathered, and then the shards are averaged."""
     mesh = small.mesh_of()

@@ -169,6 +169,58 @@ def network_of(rank: int, difference: str) -> nn.Module:
     return network
 
 
+@in_ranks(4)
+def test_modules_that_are_sharded_after_the_registration_are_refused(rank: int) -> None:
+    mesh = small.mesh_of()
+    model = small.sharded(small.Network(), mesh["inside"])
+    register_comm_hook(model, *small.split(mesh["between"].get_group()))
+    torch.manual_seed(1)
+    model.blocks.append(fully_shard(small.Block(small.WIDTH), mesh=mesh["inside"]))
+    message = error_of(lambda: small.loss_of(model, 0).backward())
+    assert "got more: nothing averages their gradients over the nodes" in message
+
+
+@in_ranks(4)
+def test_parts_that_are_called_one_by_one_make_one_step(rank: int) -> None:
+    """Then FSDP2 has several outermost modules, and each of them ends a backward pass."""
+    mesh = small.mesh_of()
+    found = []
+    for make in (None, small.crossover):
+        model = small.model_on(mesh, make)
+        model.forward = lambda values: None  # is not called
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            values = small.batch(rank, step)
+            for block in model.blocks:
+                values = block(values)
+            values.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if make is not None:
+            assert vars(model)["_crossover_ddp_hop"]._state.stats()["steps"] == STEPS
+        found.append(small.whole(model))
+    assert found[0] == found[1]
+
+
+@in_ranks(4)
+def test_a_backward_that_has_raised_needs_a_reset(rank: int) -> None:
+    """FSDP2 itself would never end a backward pass again, and leave gradients out."""
+    mesh = small.mesh_of()
+    model = small.model_on(mesh, small.split)
+    Training(model).run(0)
+    handle = model.blocks[0].register_full_backward_pre_hook(fails)
+    values = model(small.batch(rank, 1))
+    with pytest.raises(ZeroDivisionError):
+        values.square().mean().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"call model\.reset_iter_state\(\) after the error"):
+        small.loss_of(model, 2)
+
+
+def fails(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("difference", ["width", "blocks", "padding", "places"])
 @in_ranks(4)
 def test_ranks_with_different_shards_are_refused(rank: int, difference: str) -> None:
