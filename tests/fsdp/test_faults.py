@@ -1,5 +1,6 @@
 """Ranks of FSDP2 that die, errors on one hop, backward passes that raise, and memory freed early."""
 
+import functools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import crossover_ddp as ddp
 from crossover_ddp import comm_hooks
+from crossover_ddp._system import torch_private
 from crossover_ddp.errors import ReplicasDifferError
 from tests.fake_cuda.gate import Gate
 from tests.fsdp import small
@@ -318,3 +320,45 @@ def test_gradients_that_fsdp_converts_are_kept_until_the_end_of_backward() -> No
     assert found["hop"] == found["native"]
     assert found["documented"] != found["native"]
     assert found["kept"] == found["native"]
+
+
+def bits_of_waiting(rank: int, world_size: int, is_hop: bool) -> list[list[float]]:
+    """Train with two micro-batches a step, of which the first is not averaged between nodes.
+
+    In its backward, the stream on which the hop keeps gradients is held before each group.
+    """
+    mesh = small.mesh_of(device="cuda")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"width": 64, "mp_policy": policy}
+    model = small.model_on(mesh, small.split if is_hop else None, **options)
+    training = Training(model).run(0)
+    gates: list[Gate] = []
+
+    def held(group: Any, reduced: Callable[[torch.Tensor], None], flat: torch.Tensor) -> None:
+        if not torch_private.is_fsdp_group_averaged(group):
+            gates.append(Gate(torch.cuda.current_stream()))
+        reduced(flat)
+
+    for group in torch_private.fsdp_groups(model) if is_hop else ():
+        reduced = getattr(group, torch_private.FSDP_HOOK)
+        setattr(group, torch_private.FSDP_HOOK, functools.partial(held, group, reduced))
+    for step in range(1, 1 + STEPS):
+        training.model.set_requires_all_reduce(False)
+        torch.cuda.synchronize()
+        small.loss_of(model, 10 + step).backward()
+        for gate in gates:
+            gate.open()
+        torch.cuda.synchronize()
+        gates.clear()
+        training.model.set_requires_all_reduce(True)
+        training.step(step)
+    return small.whole(model)
+
+
+@pytest.mark.fake_cuda
+def test_gradients_that_wait_for_an_all_reduce_are_copied_before_their_memory_is_reused() -> None:
+    found = [
+        run_ranks(bits_of_waiting, 4, args=(is_hop,), backend="nccl", timeout_s=90)
+        for is_hop in (False, True)
+    ]
+    assert found[0] == found[1]
