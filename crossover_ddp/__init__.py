@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from crossover_ddp.metrics import metrics_of
     from crossover_ddp.muon_hooks import MuonState, muon_hook, muon_parameters
     from crossover_ddp.owner_hooks import OwnerState, owner_hook
+    from crossover_ddp.virtual_ranks import VirtualRanks
 
 __version__ = "0.2.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "Threshold",
     "TurnError",
     "UnsupportedConfigurationError",
+    "VirtualRanks",
     "auto_hook",
     "compiled",
     "compressed_hook",
@@ -109,6 +111,7 @@ _MODULES = (
     "metrics",
     "muon_hooks",
     "owner_hooks",
+    "virtual_ranks",
 )
 
 if not TYPE_CHECKING:

@@ -153,6 +153,11 @@ class AutoState(DecoupledState):
         if resolve_group(self.process_group).rank() == 0:
             sys.stderr.write(f"crossover_ddp: {verdict}\n")
 
+    @property
+    def why_not_virtual(self) -> str:
+        """See `HookState.why_not_virtual`."""
+        return "it changes buckets and hooks, by the clock"
+
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""
         arms = [(arm.name, in_words(arm.codec)) for arm in self._race.arms]

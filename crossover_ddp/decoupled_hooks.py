@@ -39,6 +39,7 @@ from crossover_ddp._engine.buckets import Bucket, BucketJourney, JourneyTurn, Tu
 from crossover_ddp._engine.exchange import Exchange, run_hook
 from crossover_ddp._engine.journeys import JourneyCoroutine
 from crossover_ddp._engine.links import Link
+from crossover_ddp._engine.states import CODEC_OF_RANKS
 from crossover_ddp._owners.optimizer import PartialOptimizer
 
 from .errors import UnsupportedConfigurationError
@@ -182,6 +183,11 @@ class DecoupledState(DeferredState):
         self._race: Race | None = Race((WHOLE, DEFERRED), self.meter) if defer == "auto" else None
         pending = Pending([only], self._check, self._forward_turn)
         self._intercept(pending, on_state=pending.state_is_read)
+
+    @property
+    def why_not_virtual(self) -> str:
+        """See `HookState.why_not_virtual`."""
+        return "" if self.codec is None else CODEC_OF_RANKS
 
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that all ranks must have in common."""

@@ -19,7 +19,7 @@ PAGES = {
 MODULES = (
     *("auto_hooks", "comm_hooks", "decoupled_hooks", "owner_hooks", "codecs"),
     *("averaging_hooks", "muon_hooks", "kfac_hooks"),
-    *("gpu_mutex", "metrics", "fsdp", "pipeline", "errors"),
+    *("virtual_ranks", "gpu_mutex", "metrics", "fsdp", "pipeline", "errors"),
 )
 # Modules whose names are imported from themselves.
 OWN_PATHS = ("fsdp", "pipeline")

@@ -30,7 +30,7 @@ from crossover_ddp._engine.exchange import Around, Exchange
 from crossover_ddp._engine.journeys import GradientFuture
 from crossover_ddp._engine.levels import TwoLevelLink
 from crossover_ddp._engine.links import Layout, Link, parts
-from crossover_ddp._engine.states import HookState
+from crossover_ddp._engine.states import CODEC_OF_RANKS, HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 from .codec import Codec, PerPair, Scratch, codecs_of, in_words
@@ -471,6 +471,11 @@ class ResidualState(HookState):
         """
         coded = None if self.compression is None else self.compression.stats()
         return {**(coded or {}), **self._common_stats(codec=self.codec, coded=coded)}
+
+    @property
+    def why_not_virtual(self) -> str:
+        """See `HookState.why_not_virtual`."""
+        return "" if self.codec is None else CODEC_OF_RANKS
 
     def fingerprint(self, bucket: dist.GradBucket) -> dict[str, object]:
         """Return the settings that must be the same on all ranks."""

@@ -17,7 +17,8 @@ norm lately. Otherwise the rank that asks completes its gradients.
 depend on the clock. So squares are always added over the same pieces in the same order, whether the
 gradient is complete or each rank has its own shard only. The sums are in float64, and the result is
 rounded to the gradient's type. It may differ from torch's own norm in the last bits, but it is
-equal on all ranks.
+equal on all ranks. With virtual ranks the number of shards must not change the result either: there
+the squares of a gradient are added in one piece, so that a rank that asks completes its gradients.
 """
 
 import copy
@@ -444,7 +445,7 @@ class LazyGradients:
 
     # --- backward ---
 
-    def begin_sums(self, *, always: bool = False) -> SquareSums:
+    def begin_sums(self, *, always: bool = False, never: bool = False) -> SquareSums:
         """Begin a deferred backward pass, and return its sums of squares.
 
         All ranks call this equally often, so they agree on the passes whose sums travel: those with
@@ -453,12 +454,13 @@ class LazyGradients:
 
         Args:
             always: whether the sums travel in every pass.
+            never: whether they travel in no pass.
         """
         self.end_sums()
         self._passes += 1
         passes = self._passes
         is_due = passes & (passes - 1) == 0 or passes % _LONGEST_SILENCE == 0
-        travel = always or is_due or self._are_wanted
+        travel = not never and (always or is_due or self._are_wanted)
         self._sums = SquareSums(travel=travel, is_wanted=self._is_asked, is_due=is_due)
         if is_due:
             self._is_asked = False

@@ -603,10 +603,13 @@ class Pending:
         self.gradients.withdraw_all()
         self._whole = []
 
-    def begin_sums(self) -> SquareSums:
-        """Return the sums of squares of the deferred backward pass that is under way."""
+    def begin_sums(self, bucket: Bucket) -> SquareSums:
+        """Return the sums of squares of the deferred backward pass that ``bucket`` belongs to."""
         if not self.awaiting_step:
-            self.sums = self.gradients.begin_sums(always=not self._completes)
+            always = not self._completes
+            cuts_others = bucket.norm_layout != bucket.layout  # see [Note: one norm]
+            never = cuts_others and not always
+            self.sums = self.gradients.begin_sums(always=always, never=never)
         return self.sums
 
     def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
@@ -616,12 +619,12 @@ class Pending:
         if model is not None and not model.gradient_as_bucket_view:
             # DDP copies gradients out of its bucket.
             views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
-        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.layout)
-        return DeferredBucket(bucket, cuts, self.begin_sums(), self.gradients, views)
+        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.norm_layout)
+        return DeferredBucket(bucket, cuts, self.begin_sums(bucket), self.gradients, views)
 
     def note_whole(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> None:
         """Record a bucket for which backward waits."""
-        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.layout)
+        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.norm_layout)
         self._whole.append(cuts)
         if bucket.last:
             after_backward(self._whole_backward_ends)

@@ -263,6 +263,8 @@ class Bucket(Journey):
         # theirs.
         self.flat = self.result.data
         self.layout = layout  # equal shards
+        # Where norms may cut gradients. A fold's results must not depend on the number of ranks.
+        self.norm_layout = layout if fold_of(grad_bucket) is None else (self.flat.numel(),)
         self.backward = backward
         self.link = link
         self.meter = meter  # the hook's meter
@@ -533,6 +535,42 @@ def _agreed_buffers(
     if alike and nbytes > 0:
         buffers.begin()
     return buffers
+
+
+# --- gradients of earlier micro-batches -----------------------------------------------------------
+
+
+class Fold(Protocol):
+    """Adds gradients of earlier micro-batches to a model's buckets; see `VirtualRanks`."""
+
+    def add_to(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
+        """Add to a bucket, before its hook reads it. Raises to refuse the hook.
+
+        Args:
+            grad_bucket: the bucket that DDP passed to the hook.
+            state: the state that the hook was registered with.
+            is_wrapped: whether another library's hook exchanges the bucket.
+        """
+
+    def link(self, grad_bucket: dist.GradBucket, network: Any) -> Link:
+        """Return the network's next link, which averages over all micro-batches of the step."""
+
+
+_folds: Any = WeakTensorKeyDictionary()  # keys: parameters; values: weak references
+
+
+def set_fold(parameters: Sequence[Tensor], fold: Fold) -> None:
+    """Let ``fold`` add to the buckets of these parameters. It is held by a weak reference."""
+    for parameter in parameters:
+        _folds[parameter] = weakref.ref(fold)
+
+
+def fold_of(grad_bucket: dist.GradBucket) -> Fold | None:
+    """Return the fold that adds to a bucket, if there is one."""
+    if not len(_folds):
+        return None
+    found = _folds.get(grad_bucket.parameters()[0])
+    return None if found is None else found()
 
 
 # --- the parameters and gradients in a bucket -----------------------------------------------------

@@ -51,7 +51,7 @@ from .journeys import (
     nothing,
     stop_all,
 )
-from .links import Alone, Gloo, Halfway, Layout, Link, LinkAround, parts
+from .links import Alone, Gloo, GlooLink, Halfway, Layout, Link, LinkAround, parts
 
 Pair = tuple[Tensor, Tensor]  # destination, source
 # Torch 2.14 renamed them, and warns about the old names.
@@ -173,8 +173,10 @@ class Native(Alone):
         assert isinstance(made, dist.ProcessGroup), "this rank is a member"
         return Native(made, self.place, divides=False)
 
-    def link(self) -> Link:
-        return copy.copy(self)
+    def link(self, *, divides: bool = True) -> Link:
+        link = copy.copy(self)
+        link._divides = divides and self._divides
+        return link
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Reduce equal shards in one collective, and the rest of a longer last shard in another.
@@ -252,9 +254,10 @@ class Staged(Gloo):
         self._down = torch.cuda.Stream(place.device)
         self._up = torch.cuda.Stream(place.device)
 
-    def link(self) -> Link:
-        # The device divides the addends.
-        return _StagedLink(self, self.host_link(divides=False))
+    def link(self, *, divides: bool = True) -> Link:
+        # The device divides the addends, and another thread than the starting one posts them.
+        host = GlooLink(self, divides=False, may_leave_sums=False)
+        return _StagedLink(self, host, divides=divides and self.is_whole)
 
     def close(self, timeout_s: float) -> bool:
         """Stop the threads, in the order in which journeys pass through them."""
@@ -286,9 +289,10 @@ class _StagedLink(LinkAround):
     too.
     """
 
-    def __init__(self, net: Staged, link: Link) -> None:
+    def __init__(self, net: Staged, link: Link, *, divides: bool) -> None:
         super().__init__(link)
         self._net = net
+        self._divides = divides
 
     async def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         own = parts(flat, layout)[self.rank]
@@ -313,7 +317,7 @@ class _StagedLink(LinkAround):
 
     async def _addend(self, flat: Tensor) -> Tensor:
         host = _pinned(flat)
-        await self._net.down([(host, flat.div_(self.size) if self._net.divides else flat)])
+        await self._net.down([(host, flat.div_(self.size) if self._divides else flat)])
         return host
 
     async def all_to_all(self, outgoing: Tensor, to: Layout, incoming: Tensor, of: Layout) -> None:

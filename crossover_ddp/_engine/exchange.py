@@ -34,6 +34,7 @@ from .buckets import (
     JourneyTurn,
     Passes,
     Turn,
+    fold_of,
 )
 from .journeys import (
     GradientFuture,
@@ -176,7 +177,8 @@ class Exchange:
         backward = self._enter(grad_bucket, turn)
         meter = self.meter_of(state)
         # A refused bucket takes a link too, so that all ranks count the same.
-        link = self.networks[grad_bucket.buffer().device].link()
+        network, fold = self.networks[grad_bucket.buffer().device], fold_of(grad_bucket)
+        link = network.link() if fold is None else fold.link(grad_bucket, network)
         try:
             bucket = self._bucket(grad_bucket, link, backward, meter)
             if around is not None:
@@ -465,6 +467,8 @@ def run_hook(
                 return plain(group, bucket)
         if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(CAPTURED)
+        if (fold := fold_of(bucket)) is not None:
+            fold.add_to(bucket, state, is_wrapped=not compares)
         exchange = Exchange.of(group)
         return exchange.run(bucket, start, state) if compares else start(exchange)
     except Exception as error:

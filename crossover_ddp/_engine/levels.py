@@ -64,6 +64,12 @@ class Levels:
         # This rank's place on its node, and the ranks with the same one.
         self.place = self.inside.index(rank)
         self.between = self.columns[self.place]
+        # Whether sums have the bits of a tree over all ranks; see [Note: two levels].
+        count = len(self.inside)
+        self.are_one_tree = count & (count - 1) == 0 and all(
+            list(node) == list(range(node[0], node[0] + count)) and node[0] % count == 0
+            for node in nodes
+        )
 
 
 def levels_of(group: dist.ProcessGroup) -> Levels | None:
@@ -144,9 +150,16 @@ class TwoLevels:
         self._lock = threading.Lock()
         self._free: list[torch.UntypedStorage] = []
 
-    def link(self) -> Link:
-        """Return the link for the next journey. All ranks must create links in the same order."""
-        return TwoLevelLink(self, *[network.link() for network in self._networks])
+    def link(self, *, divides: bool = True) -> Link:
+        """Return the link for the next journey. All ranks must create links in the same order.
+
+        With ``divides=False`` its `Link.reduce_scatter` returns the sum, always as a tree over all
+        ranks.
+        """
+        if not divides and not self.levels.are_one_tree:
+            return self._networks[0].link(divides=False)
+        links = [network.link() for network in self._networks]
+        return TwoLevelLink(self, *links, divides=divides)
 
     def interrupt(self) -> None:
         """Make every wait of this rank fail, and the peers' waits for it, if the backend can."""
@@ -186,8 +199,11 @@ class TwoLevelLink(LinkAround):
     place 1, and so on. A packed column is this rank's if it has the rank's place.
     """
 
-    def __init__(self, net: TwoLevels, flat: Link, inside: Link, between: Link) -> None:
+    def __init__(
+        self, net: TwoLevels, flat: Link, inside: Link, between: Link, *, divides: bool
+    ) -> None:
         super().__init__(flat)
+        self._divisor = self.size if divides else 1
         self.flat = flat
         self.between = between
         self.column = net.levels.between  # the ranks of this rank's column
@@ -251,7 +267,7 @@ class TwoLevelLink(LinkAround):
         for addend, part in zip(
             parts(flat, layout), self._packed_parts(packed, layout), strict=True
         ):
-            torch.div(addend, self.size, out=part)
+            torch.div(addend, self._divisor, out=part)
         column = await self.inside.reduce_scatter(packed, self._columns(layout))
         if self._encode is None:
             return packed, self.between

@@ -211,8 +211,11 @@ class Alone(Link):
         self.place = place
         self._settling = JourneyThread("crossover-settle", place.adopt_thread)
 
-    def link(self) -> Link:
-        """Return the link for the next journey. All ranks must create links in the same order."""
+    def link(self, *, divides: bool = True) -> Link:
+        """Return the link for the next journey. All ranks must create links in the same order.
+
+        ``divides=False`` makes its `Link.reduce_scatter` return the sum instead of the mean.
+        """
         return self
 
     def interrupt(self) -> None:
@@ -268,8 +271,8 @@ class Gloo:
         self.ranks = range(group.size()) if ranks is None else ranks
         self.rank = self.ranks.index(group.rank())
         self.size = len(self.ranks)
-        # Whether `Link.reduce_scatter` returns the mean. Otherwise it returns the sum.
-        self.divides = whole is None
+        # Whether it has all ranks of the group. Otherwise its links return sums.
+        self.is_whole = whole is None
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.reducing = JourneyThread("crossover-reduce", place.adopt_thread)
         self.computing = JourneyThread("crossover-compute", place.adopt_thread)
@@ -316,12 +319,12 @@ class Gloo:
                 self._arrived_bytes = 0
                 self._arrived_s = 0.0
 
-    def link(self) -> Link:
-        return self.host_link(divides=self.divides)
+    def link(self, *, divides: bool = True) -> Link:
+        return GlooLink(self, divides=divides and self.is_whole, may_leave_sums=self.is_whole)
 
-    def host_link(self, *, divides: bool) -> Link:
-        """Return the next link, for tensors on the host."""
-        return _GlooLink(self, next(self._numbers), divides=divides)
+    def next_number(self) -> int:
+        """Return the number of the next link."""
+        return next(self._numbers)
 
     def tag(self, number: int) -> int:
         return _PRIVATE_TAG | self._channel << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
@@ -365,12 +368,20 @@ class Gloo:
                 self._idle_relays.append(relay)
 
 
-class _GlooLink(Link):
-    """A link over gloo, see [Note: straight to the owner] and [Note: around a ring]."""
+class GlooLink(Link):
+    """A link over gloo, see [Note: straight to the owner] and [Note: around a ring].
 
-    def __init__(self, net: Gloo, number: int, *, divides: bool) -> None:
+    Args:
+        net: the network.
+        divides: whether `reduce_scatter` returns the mean. Otherwise it returns the sum.
+        may_leave_sums: whether `all_reduce` is called where journeys start; see [Note: two addends].
+    """
+
+    def __init__(self, net: Gloo, *, divides: bool, may_leave_sums: bool) -> None:
+        number = net.next_number()
         self._net = net
         self._divides = divides
+        self._may_leave_sums = may_leave_sums
         self._has_gathered = False
         self.rank = net.rank
         self.size = net.size
@@ -490,10 +501,10 @@ class _GlooLink(Link):
     async def all_reduce(self, flat: Tensor, layout: Layout, halfway: Halfway = nothing) -> None:
         """Average ``flat`` on all ranks, see [Note: two addends]."""
         net = self._net
-        if self.size > 2 or not self._divides:  # sums are not posted where journeys start
+        if self.size > 2 or not self._may_leave_sums:
             return await super().all_reduce(flat, layout, halfway)
         self._sent_bytes += flat.nbytes
-        summing = living(net.group).allreduce([flat.div_(2)])
+        summing = living(net.group).allreduce([flat.div_(2) if self._divides else flat])
         await net.reducing
         summing.wait()
         halfway()

@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -74,6 +74,10 @@ class Agreement:
         self.made = True
 
 
+# `HookState.why_not_virtual` of a state with a codec.
+CODEC_OF_RANKS: Final = "the residuals of its codec belong to real ranks"
+
+
 class HookState:
     """Base class of the states of our hooks. It saves and resumes the job.
 
@@ -89,6 +93,8 @@ class HookState:
 
     # The optimizers that were passed to the constructor, or None.
     optimizer: Optimizers = None
+    # Whether the hook sends each gradient to the owner of its parameter.
+    packs_by_owner: ClassVar[bool] = False
     # The call whose ``with`` block is active, such as "averaged()". Ranks differ again after the
     # block.
     _block: str | None = None
@@ -121,6 +127,11 @@ class HookState:
 
     def _common_stats(self, **more: Any) -> dict[str, Any]:
         return common_stats(self.meter, mutex=self.mutex, **more)  # type: ignore[attr-defined]
+
+    @property
+    def why_not_virtual(self) -> str:
+        """Why the hook cannot train with `VirtualRanks`, or "" if it can."""
+        return "its results depend on the number of ranks"
 
     @contextlib.contextmanager
     def paused(self: Any) -> Iterator[None]:

@@ -160,6 +160,7 @@ class OwnedState:
 class Owning(HookState):
     """A hook state that may leave each parameter's optimizer state to its owner alone."""
 
+    packs_by_owner = True
     # None if every rank keeps all of the optimizer state.
     _owned_state: OwnedState | None = None
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from crossover_ddp._ddp.module_buffers import ModuleBuffers
-from crossover_ddp._engine.links import _GlooLink
+from crossover_ddp._engine.links import GlooLink
 from tests.harness import in_ranks, inside
 from tests.harness.networks import mlp
 from tests.harness.training import WAYS, WIDTH, Training, losses_of, muon_and_sgd, noted
@@ -92,7 +92,7 @@ def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int,
     That forward needs all buffers before, so it must not wait for these gathers.
     """
     store = _get_default_store()
-    gather = _GlooLink.all_gather
+    gather = GlooLink.all_gather
     copy = ModuleBuffers.copy
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     training = Training("decoupled", rank, module=module).run(6)
@@ -117,7 +117,7 @@ def test_a_deferred_forward_waits_for_buffers_and_for_no_other_gather(rank: int,
             training.step()
         module.register_forward_pre_hook(lambda *_: store.set(begun, ""))
     else:
-        with mock.patch.object(_GlooLink, "all_gather", held):
+        with mock.patch.object(GlooLink, "all_gather", held):
             training.backward()
             store.set(through, "")
             training.update()

@@ -120,8 +120,8 @@ def test_the_training_thread_posts_the_first_collective_of_each_journey(
     rank: int, way: Any
 ) -> list[int]:
     """So all ranks post them in the same order, and journeys may wait on a shared thread."""
-    both = links._GlooLink._both
-    all_reduce = links._GlooLink.all_reduce
+    both = links.GlooLink._both
+    all_reduce = links.GlooLink.all_reduce
     first: list[int] = []
 
     def noting(link: Any, outgoing: Any, tag: int, receive: Any) -> Any:
@@ -139,7 +139,7 @@ def test_the_training_thread_posts_the_first_collective_of_each_journey(
     module = nn.Sequential(
         *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
     )
-    with mock.patch.multiple(links._GlooLink, _both=noting, all_reduce=noting_sum):
+    with mock.patch.multiple(links.GlooLink, _both=noting, all_reduce=noting_sum):
         training = Training(way, rank, module=module).run(12)
         training.close()
     assert len(first) > 4
@@ -157,7 +157,7 @@ PAIRS = list(
 @in_ranks(3)
 def test_two_models_on_one_group_train_as_usual_with_late_threads(rank: int, seed: int) -> None:
     chance = random.Random(3 * seed + rank)
-    begin = links._GlooLink._both
+    begin = links.GlooLink._both
     put = JourneyThread.put
     ways = PAIRS[seed % len(PAIRS)] if IN_CAMPAIGN else ("kfac", late_factors_decoupled)
 
@@ -170,7 +170,7 @@ def test_two_models_on_one_group_train_as_usual_with_late_threads(rank: int, see
 
     pair, plain = ([Training(way, rank) for way in ways] for _ in range(2))
     with (
-        mock.patch.object(links._GlooLink, "_both", late(begin)),
+        mock.patch.object(links.GlooLink, "_both", late(begin)),
         mock.patch.object(JourneyThread, "put", late(put)),
     ):
         for _ in range(12):

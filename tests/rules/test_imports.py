@@ -17,7 +17,7 @@ HOOKS = (
     *("auto_hooks", "averaging_hooks", "codecs", "comm_hooks", "decoupled_hooks", "kfac_hooks"),
     *("muon_hooks", "owner_hooks"),
 )
-PUBLIC = {*HOOKS, "errors", "fsdp", "gpu_mutex", "metrics", "pipeline"}
+PUBLIC = {*HOOKS, "errors", "fsdp", "gpu_mutex", "metrics", "pipeline", "virtual_ranks"}
 BELOW = {"_owners", "_engine", "_ddp", "_tuning", "_system", "errors", "gpu_mutex"}
 # The first part of a module's name is its row. A module may import its own row and these.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "owner_hooks": {*BELOW, "_decoupled", "_compression"},
     "codecs": {*BELOW, "_compression"},
     "_fsdp": {"_engine", "_ddp", "_system", "errors"},
+    "_virtual": {"_engine", "_ddp", "_system", "errors"},
+    "virtual_ranks": {"_virtual", "_engine", "_ddp", "errors"},
     "fsdp": {*BELOW, "_fsdp", "averaging_hooks", "codecs", "comm_hooks"},
     "pipeline": {
         *HOOKS,
@@ -72,6 +74,7 @@ PURE = {
     "_owners.packing",
     "_tuning.model",
     "_turns.rules",
+    "_virtual.tree",
     "pipeline.model",
     "pipeline.simulate",
 }

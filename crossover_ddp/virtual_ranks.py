@@ -1,0 +1,371 @@
+"""Virtual ranks: the losses, the parameters and the random numbers of V ranks on any number of ranks.
+
+[Note: virtual ranks] A virtual rank is a rank of an imagined job. Each real rank computes the
+micro-batches of its virtual ranks one after the other. Everything that a micro-batch depends on
+belongs to the virtual rank: samples, random numbers, the buffers that its forward begins with, and
+its place in the sum. So the job's results are those of V ranks, and a job that resumes on fewer or
+more ranks continues with the same bits. Idea: EasyScale (Li et al., SC'23), which has a framework
+of its own; the fold into DDP's buckets is our design.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from crossover_ddp._ddp.checks import check_keys, wants_buffers_broadcast
+from crossover_ddp._ddp.compiled import OwnHook, uncompiled
+from crossover_ddp._ddp.groups import gather_objects
+from crossover_ddp._engine.buckets import set_fold
+from crossover_ddp._virtual.buffers import StepBuffers
+from crossover_ddp._virtual.data import SeededDataset, VirtualSampler, as_made
+from crossover_ddp._virtual.folding import Folding
+from crossover_ddp._virtual.seeds import mixed, seeded
+
+from .errors import UnsupportedConfigurationError
+
+__all__ = ["VirtualRanks"]
+
+Batch = TypeVar("Batch")
+
+_HAS_RANKS: Final = "_crossover_ddp_virtual_ranks"
+_END: Final = object()
+# If these differ when a job is resumed, some bits change: which ones, and the remedy.
+_CHANGES: Final = {
+    "count": (
+        "all samples, random numbers and sums",
+        "pass the same count to VirtualRanks, on any number of ranks",
+    ),
+    "seed": ("the order of samples and all random numbers", "pass the same seed to VirtualRanks"),
+    "threads": (
+        "sums over a batch in convolutions and normalisations, which are divided among threads",
+        "set OMP_NUM_THREADS to it: torchrun sets it to 1, but not with --nproc-per-node=1",
+    ),
+    "cpu": (
+        "sums in most kernels, which add as many numbers at once as a vector register holds",
+        "use a machine of that kind, or set ATEN_CPU_CAPABILITY to a kind that all machines have "
+        "from the first step on",
+    ),
+    "device": ("the kernels of matrix products and convolutions", "use a device of that kind"),
+    "torch": ("any kernel", "install that version"),
+}
+
+
+class VirtualRanks:
+    """``count`` virtual ranks of a DDP model, on as many ranks as there are.
+
+    Gradients, losses, samples, random numbers and BatchNorm's statistics are those of a job with
+    ``count`` ranks, bit for bit, on any number of ranks up to ``count``. So a job can be resumed on
+    fewer or more devices and continues the same curve. docs/virtual.md lists the conditions.
+
+    Use it beside `reduce_scatter_all_gather_hook`, `crossover_hook`, `decoupled_hook`, `owner_hook`
+    or `muon_hook`. Each rank runs its micro-batches one after the other, the first ones without an
+    exchange. Then a step sends as many bytes as with DDP, if each rank has 1, 2, 4, 8, … virtual
+    ranks. Otherwise it sends up to 1.5 times as many in total, and `owner_hook` and `muon_hook` refuse.
+    Memory grows by at most log2(``count`` / ranks) times the gradients.
+
+    Args:
+        model: the DDP model. The hook may be registered before or later.
+        count: the number of virtual ranks, at least the number of ranks of the model's process group.
+        seed: determines the order of samples and all random numbers inside micro-batches. Default 0.
+
+    Attributes:
+        step: the number of steps whose gradients have been exchanged, including earlier runs of a
+            resumed job.
+        own: the virtual ranks of this rank, in the order of its micro-batches.
+
+    On failure: ``TypeError`` if ``model`` is not a DDP model, and ``ValueError`` for other values of
+    ``count``. ``UnsupportedConfigurationError`` for ``SyncBatchNorm``, for BatchNorm with
+    ``broadcast_buffers=False``, for ``find_unused_parameters=True``, ``static_graph=True`` and complex
+    parameters, and for a model that already has virtual ranks. ``backward()`` raises it for states with a codec, other
+    states and hooks of other libraries.
+
+    Not collective, but all ranks must create it with the same arguments.
+
+    Example::
+
+        model.register_comm_hook(DecoupledState(optimizer), decoupled_hook)
+        ranks = VirtualRanks(model, 8)
+        for images, labels in ranks.micro_batches(ranks.loader(dataset, batch_size=32)):
+            loss = loss_function(model(images), labels)  # not divided by anything
+            loss.backward()
+            ranks.report(loss)
+            if ranks.is_step_end:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(self, model: DistributedDataParallel, count: int, *, seed: int = 0) -> None:
+        _check(model, count)
+        self.count = count
+        self.seed = seed
+        self.step = 0
+        self._model = model
+        self._folding = Folding(model, count, self._ends_step)
+        self.own = self._folding.leaves
+        self._buffers = StepBuffers(model.module, has_first=self.own[0] == 0)
+        # The place of the latest micro-batch among those of its step, or None before the first one.
+        self._at: int | None = None
+        self._is_inside = False
+        self._losses: list[tuple[int, int, Tensor]] = []  # step, virtual rank, loss
+        set_fold(self._folding.parameters, self._folding)
+        setattr(model, _HAS_RANKS, True)
+        if len(self.own) > 1 and any(True for _ in model.module.buffers()):
+            before = OwnHook(uncompiled(self._before_forward))
+            model.module.register_forward_pre_hook(before, prepend=True)
+
+    # --- the loop ---
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """Return a loader of this rank's micro-batches, in the order that `micro_batches` needs.
+
+        A virtual rank gets the samples that ``DistributedSampler`` gives to the same rank of
+        ``count`` ranks. Random numbers in the dataset and in ``collate_fn`` do not depend on the
+        worker. Iteration begins where the job is: after a resume, or after a ``break``, within the
+        epoch. Then ``loader.batch_sampler.epoch`` is the number of complete epochs, and
+        ``loader.batch_sampler.steps`` the number of steps in one.
+
+        Args:
+            dataset: a dataset with a length.
+            batch_size: the number of samples in a micro-batch of one virtual rank.
+            shuffle: whether to shuffle the samples in each epoch. Default True.
+            drop_last: whether to drop the last samples of an epoch if they do not fill a micro-batch
+                of each virtual rank. Default True. Otherwise the last micro-batches are smaller, and
+                some samples are repeated.
+            options: other options of ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
+
+        On failure: ``TypeError`` for an ``IterableDataset``; ``ValueError`` if an epoch would have
+        no step.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(
+                "expected a dataset with a length, got an IterableDataset, whose samples cannot be "
+                "chosen; give micro_batches() an iterable that yields the samples of ranks.own"
+            )
+        sampler = VirtualSampler(self, dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
+        if not sampler.steps:
+            raise ValueError(
+                f"expected samples for at least one step of {self.count} micro-batches of "
+                f"{batch_size}, got a dataset of {len(dataset)}; pass a smaller batch_size, or "  # type: ignore[arg-type]
+                "drop_last=False"
+            )
+        collate = options.pop("collate_fn", None) or default_collate
+        seeded_dataset = SeededDataset(dataset, collate)
+        return DataLoader(
+            seeded_dataset,
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            collate_fn=as_made,
+            **options,
+        )
+
+    def micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield this rank's micro-batches, each inside of `micro_batch`.
+
+        A step that a ``break`` or an exception has left unfinished begins again.
+
+        Args:
+            batches: for each step, one micro-batch for each virtual rank of `own`, such as `loader`
+                yields.
+
+        On failure: ``ValueError`` if ``batches`` ends within a step.
+        """
+        self._at = None
+        iterator = iter(batches)
+        while True:
+            at = self._next()
+            with seeded(mixed(self.seed, "batch", self.step, self.own[at])):
+                batch: Any = next(iterator, _END)
+            if batch is _END:
+                break
+            with self.micro_batch():
+                yield batch
+        if at:
+            raise ValueError(
+                f"expected {len(self.own)} micro-batches for each step on this rank, got {at} for "
+                "the last one; use ranks.loader, or drop the last ones"
+            )
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Run the forward and the backward of this rank's next micro-batch within the block.
+
+        Random numbers are those of the virtual rank. Afterwards generators continue as before. All
+        micro-batches but the last one of a step run in ``model.no_sync()``. After the last one,
+        gradients are the mean over all virtual ranks. An exception makes the step begin again.
+
+        On failure: ``RuntimeError`` inside of another micro-batch;
+        ``UnsupportedConfigurationError`` if no hook of this package has got the gradients.
+        """
+        if self._is_inside:
+            raise RuntimeError(
+                "expected one micro-batch at a time, got one inside of another; micro_batches() "
+                "enters micro_batch() itself"
+            )
+        at = self._next()
+        is_last = at == len(self.own) - 1
+        self._is_inside = True
+        try:
+            if at == 0:
+                self._folding.begin_step()
+            self._folding.begin(self.own[at])
+            self._buffers.begin(is_first=at == 0)
+            seed = mixed(self.seed, "micro-batch", self.step, self.own[at])
+            with seeded(seed), contextlib.nullcontext() if is_last else self._model.no_sync():
+                self._at = at  # for is_step_end
+                yield
+        except BaseException:
+            self._at = None
+            raise
+        finally:
+            self._is_inside = False
+        if not is_last:
+            self._folding.end(self.own[at])
+            self._buffers.end(is_first=at == 0)
+        elif self._folding.awaits_buckets:
+            self._at = None
+            raise UnsupportedConfigurationError(
+                "expected a hook of this package to get the gradients of a step's last micro-batch, got "
+                "none: there was no backward(), or no such hook is registered, or CROSSOVER_DISABLE=1 is "
+                "set; call model.register_comm_hook(None, reduce_scatter_all_gather_hook), and call "
+                "backward() once in each micro-batch"
+            )
+
+    @property
+    def is_step_end(self) -> bool:
+        """Whether the latest micro-batch is the last one of a step on this rank."""
+        return self._at == len(self.own) - 1
+
+    def report(self, loss: Tensor) -> None:
+        """Record the loss of the micro-batch that runs, for `losses`. It does not wait for a device."""
+        if self._at is None:
+            raise RuntimeError(
+                "expected report() in or after a micro-batch, got it before; move it"
+            )
+        step = self.step - (self.is_step_end and not self._folding.awaits_buckets)
+        self._losses.append((step, self.own[self._at], loss.detach()))
+
+    def losses(self) -> list[float]:
+        """Return the losses that all virtual ranks have reported since the last call.
+
+        They are in the order of steps, and within a step in the order of virtual ranks. So their sum
+        has the same bits on any number of ranks.
+
+        **Collective**.
+        """
+        mine = [(step, v, float(loss)) for step, v, loss in self._losses]
+        self._losses = []
+        gathered = gather_objects(self._model.process_group, mine)
+        return [loss for _, _, loss in sorted(each for of_rank in gathered for each in of_rank)]
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, and what later steps need to get the same bits. Not collective.
+
+        Save it with the model and the optimizer, between two steps. It is the same on all ranks.
+        """
+        parameter = next(self._model.module.parameters())
+        is_cuda = parameter.device.type == "cuda"
+        device = torch.cuda.get_device_name(parameter.device) if is_cuda else parameter.device.type
+        return {
+            "step": self.step,
+            "count": self.count,
+            "seed": self.seed,
+            "threads": torch.get_num_threads(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "device": device,
+            "torch": str(torch.__version__),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the step of a saved state, on any number of ranks. Not collective.
+
+        Args:
+            state: the result of `state_dict`. To accept other bits, change its entry before.
+
+        On failure: ``ValueError`` if anything but the number of ranks differs that changes bits; the
+        message names the bits.
+        """
+        mine = self.state_dict()
+        check_keys(state, {*mine}, "the keys of VirtualRanks.state_dict()")
+        differing = [key for key in _CHANGES if state[key] != mine[key]]
+        if differing:
+            found = "; ".join(
+                f"{key}={state[key]!r} there and {mine[key]!r} here, which changes {_CHANGES[key][0]}: "
+                f"{_CHANGES[key][1]}"
+                for key in differing
+            )
+            raise ValueError(f"expected to resume where the job began, got {found}")
+        self.step = int(state["step"])
+        self._at = None
+
+    # --- within a step ---
+
+    def _next(self) -> int:
+        return 0 if self._at is None or self.is_step_end else self._at + 1
+
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+        if self._is_inside and module.training and torch.is_grad_enabled():
+            self._buffers.before_forward()
+
+    def _ends_step(self) -> None:
+        self._buffers.end_step()
+        # Counted here, so that a checkpoint behind optimizer.step() has it even if the loop ends.
+        self.step += 1
+
+
+def _check(model: DistributedDataParallel, count: int) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"expected a DistributedDataParallel, got model={type(model).__name__}; wrap the model "
+            "first"
+        )
+    size = model.process_group.size()
+    if count < size:
+        raise ValueError(
+            f"expected count >= {size}, the number of ranks, got count={count}: each rank needs a "
+            "virtual rank; use fewer ranks, or more virtual ranks from the first step on"
+        )
+    found = ""
+    if hasattr(model, _HAS_RANKS):
+        found = "one that has virtual ranks already; use the first VirtualRanks"
+    elif model.find_unused_parameters:
+        found = (
+            "find_unused_parameters=True: DDP looks for unused parameters in the last micro-batch "
+            "alone; let each forward use all parameters (0 * p.sum() added to the loss uses p)"
+        )
+    elif model.static_graph:
+        found = (
+            "static_graph=True: with it, DDP fails if the first backward() runs in no_sync(), as all "
+            "micro-batches but the last one of a step do; leave static_graph out"
+        )
+    is_broadcast = wants_buffers_broadcast(model)
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            found = (
+                f"SyncBatchNorm in {name!r}: it computes statistics over the real ranks; use "
+                "BatchNorm, as in a job of count ranks without SyncBatchNorm"
+            )
+        elif isinstance(module, _NormBase) and module.track_running_stats and not is_broadcast:
+            found = (
+                f"broadcast_buffers=False and running statistics in {name!r}: each rank would keep "
+                "its own; pass broadcast_buffers=True"
+            )
+    for name, parameter in model.module.named_parameters():
+        if parameter.is_complex():
+            found = f"complex parameter {name!r}: use pairs of real numbers"
+    if found:
+        raise UnsupportedConfigurationError(f"expected a model for VirtualRanks, got {found}")
