@@ -401,7 +401,7 @@ class OwnerState(DeferredState, ResidualState, Owning):
         return OwnedBucket(
             bucket,
             self._owned.gradients.cuts(parameters, buffer, bucket.layout),
-            self._owned.begin_sums(bucket),
+            self._owned.begin_sums(),
             self._owned.gradients,
             # If DDP copies gradients out of its bucket, this is empty, and none is copied back.
             None if model is not None and model.gradient_as_bucket_view else {},

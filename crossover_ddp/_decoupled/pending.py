@@ -308,14 +308,17 @@ class DeferredBucket:
         """
         if self.sums.travel:
             begin = sum(self.bucket.layout[: link.rank])
-            stop = begin + own.numel()
-            own_of = []
-            for parameter, span, _ in self.cuts:
-                first = min(max(span.start, begin), stop)
-                own_of.append(
-                    (parameter, own[first - begin : min(max(span.stop, first), stop) - begin])
-                )
-            self.sums.add(own_of)
+            pieces = []
+            for piece in own.split([*self.bucket.pieces[link.rank]]):
+                stop = begin + piece.numel()
+                of_piece = []
+                for parameter, span, _ in self.cuts:
+                    first = min(max(span.start, begin), stop)
+                    last = min(max(span.stop, first), stop)
+                    of_piece.append((parameter, piece[first - begin : last - begin]))
+                pieces.append(of_piece)
+                begin = stop
+            self.sums.add(pieces)
             if self.bucket.last:
                 await self.sums.gather(self.bucket, link)
 
@@ -603,13 +606,10 @@ class Pending:
         self.gradients.withdraw_all()
         self._whole = []
 
-    def begin_sums(self, bucket: Bucket) -> SquareSums:
-        """Return the sums of squares of the deferred backward pass that ``bucket`` belongs to."""
+    def begin_sums(self) -> SquareSums:
+        """Return the sums of squares of the deferred backward pass that is under way."""
         if not self.awaiting_step:
-            always = not self._completes
-            cuts_others = bucket.norm_layout != bucket.layout  # see [Note: one norm]
-            never = cuts_others and not always
-            self.sums = self.gradients.begin_sums(always=always, never=never)
+            self.sums = self.gradients.begin_sums(always=not self._completes)
         return self.sums
 
     def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
@@ -619,16 +619,19 @@ class Pending:
         if model is not None and not model.gradient_as_bucket_view:
             # DDP copies gradients out of its bucket.
             views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
-        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.norm_layout)
-        return DeferredBucket(bucket, cuts, self.begin_sums(bucket), self.gradients, views)
+        cuts = self._cuts(grad_bucket, bucket)
+        return DeferredBucket(bucket, cuts, self.begin_sums(), self.gradients, views)
 
     def note_whole(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> None:
         """Record a bucket for which backward waits."""
-        cuts = self.gradients.cuts(grad_bucket.parameters(), bucket.flat, bucket.norm_layout)
-        self._whole.append(cuts)
+        self._whole.append(self._cuts(grad_bucket, bucket))
         if bucket.last:
             after_backward(self._whole_backward_ends)
             self.end_backward(Phase.IDLE)
+
+    def _cuts(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> list[Cut]:
+        lengths = [length for of_rank in bucket.pieces for length in of_rank]
+        return self.gradients.cuts(grad_bucket.parameters(), bucket.flat, lengths)
 
     def _whole_backward_ends(self) -> None:
         """Let gradients answer for their norms as in a deferred step; see [Note: one norm]."""

@@ -249,7 +249,7 @@ class Bucket(Journey):
     def __init__(
         self,
         grad_bucket: dist.GradBucket,
-        layout: Layout,
+        pieces: Sequence[Layout],
         backward: Backward,
         place: Place,
         link: Link,
@@ -262,9 +262,10 @@ class Bucket(Journey):
         # The same memory with its own version counter: user code that writes to gradients bumps
         # theirs.
         self.flat = self.result.data
-        self.layout = layout  # equal shards
-        # Where norms may cut gradients. A fold's results must not depend on the number of ranks.
-        self.norm_layout = layout if fold_of(grad_bucket) is None else (self.flat.numel(),)
+        self.layout = [sum(lengths) for lengths in pieces]  # equal shards
+        # By rank, the lengths of the pieces of its shard. Norms are added piece by piece, so that
+        # with virtual ranks they do not depend on the number of ranks.
+        self.pieces = pieces
         self.backward = backward
         self.link = link
         self.meter = meter  # the hook's meter
@@ -542,6 +543,9 @@ def _agreed_buffers(
 
 class Fold(Protocol):
     """Adds gradients of earlier micro-batches to a model's buckets; see `VirtualRanks`."""
+
+    # The virtual ranks of each rank.
+    leaves_by_rank: Sequence[range]
 
     def add_to(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
         """Add to a bucket, before its hook reads it. Raises to refuse the hook.

@@ -48,10 +48,13 @@ class Folding:
         group = model.process_group
         size = group.size()
         self.count = count
-        self.leaves = leaves_of(group.rank(), size, count)
+        self.leaves_by_rank: Sequence[range] = [
+            leaves_of(rank, size, count) for rank in range(size)
+        ]
+        self.leaves = self.leaves_by_rank[group.rank()]
         self.parameters = [p for p in model.module.parameters() if p.requires_grad]
         # The partial sums that each rank sends.
-        self.sums_by_rank = [sums_of(leaves_of(rank, size, count), count) for rank in range(size)]
+        self.sums_by_rank = [sums_of(leaves, count) for leaves in self.leaves_by_rank]
         share, more = divmod(count, size)
         # Whether each rank's sum is a node of the tree, and all of these are on one level.
         self.is_even = not more and share & (share - 1) == 0
