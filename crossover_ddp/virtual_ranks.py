@@ -178,7 +178,7 @@ class VirtualRanks:
 
         Args:
             batches: for each step, one micro-batch for each virtual rank of `own`, such as `loader`
-                yields.
+                yields. Random numbers that it draws in this process are those of the virtual rank.
 
         On failure: ``ValueError`` if ``batches`` ends within a step.
         """
@@ -186,12 +186,12 @@ class VirtualRanks:
         iterator = iter(batches)
         while True:
             at = self._next()
-            with seeded(mixed(self.seed, "batch", self.step, self.own[at])):
+            with self._seeded(at):
                 batch: Any = next(iterator, _END)
-            if batch is _END:
-                break
-            with self.micro_batch():
-                yield batch
+                if batch is _END:
+                    break
+                with self._within(at):
+                    yield batch
         if at:
             raise ValueError(
                 f"expected {len(self.own)} micro-batches for each step on this rank, got {at} for "
@@ -209,12 +209,21 @@ class VirtualRanks:
         On failure: ``RuntimeError`` inside of another micro-batch;
         ``UnsupportedConfigurationError`` if no hook of this package has got the gradients.
         """
+        at = self._next()
+        with self._seeded(at), self._within(at):
+            yield
+
+    def _seeded(self, at: int) -> contextlib.AbstractContextManager[None]:
+        return seeded(mixed(self.seed, "micro-batch", self.step, self.own[at]))
+
+    @contextlib.contextmanager
+    def _within(self, at: int) -> Iterator[None]:
+        """Run the micro-batch with this place among the step's."""
         if self._is_inside:
             raise RuntimeError(
                 "expected one micro-batch at a time, got one inside of another; micro_batches() "
                 "enters micro_batch() itself"
             )
-        at = self._next()
         is_last = at == len(self.own) - 1
         self._is_inside = True
         try:
@@ -222,9 +231,8 @@ class VirtualRanks:
                 self._folding.begin_step()
             self._folding.begin(self.own[at])
             self._buffers.begin(is_first=at == 0)
-            seed = mixed(self.seed, "micro-batch", self.step, self.own[at])
-            with seeded(seed), contextlib.nullcontext() if is_last else self._model.no_sync():
-                self._at = at  # for is_step_end
+            self._at = at
+            with contextlib.nullcontext() if is_last else self._model.no_sync():
                 yield
         except BaseException:
             self._at = None

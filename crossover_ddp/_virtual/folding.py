@@ -112,11 +112,20 @@ class Folding:
         """See `Fold.add_to`."""
         self._check(state, is_wrapped=is_wrapped)
         flat = grad_bucket.buffer().data
+        if self._divides_leaves:
+            flat.div_(self.count)
+        if self._sums.nodes:
+            self._beside[grad_bucket.index()] = self._add(grad_bucket, flat)
+        if grad_bucket.is_last():
+            self._is_due = False
+            self._sums.nodes.clear()
+            self._ends_step()
+
+    def _add(self, grad_bucket: dist.GradBucket, flat: Tensor) -> list[Tensor]:
+        """Add partial sums to the bucket, and return those that travel beside it."""
         contents = contents_of(grad_bucket, flat)
         indices = [self._index_of(each) for each in contents]
         views = [each.gradient.data for each in contents]
-        if self._divides_leaves:
-            flat.div_(self.count)
         beside: list[Tensor] = []
         start = self._first
         for left in reversed(self._sums.nodes):
@@ -129,11 +138,7 @@ class Folding:
                 places = [view_of(part_of(more, each.span), each.parameter) for each in contents]
                 torch._foreach_copy_(places, addends)
                 beside.insert(0, more)
-        self._beside[grad_bucket.index()] = beside
-        if grad_bucket.is_last():
-            self._is_due = False
-            self._sums.nodes.clear()
-            self._ends_step()
+        return beside
 
     def link(self, grad_bucket: dist.GradBucket, network: Any) -> Link:
         """See `Fold.link`."""
