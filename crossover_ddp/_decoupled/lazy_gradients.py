@@ -17,8 +17,9 @@ norm lately. Otherwise the rank that asks completes its gradients.
 depend on the clock. So squares are always added over the same pieces in the same order, whether the
 gradient is complete or each rank has its own shard only. The sums are in float64, and the result is
 rounded to the gradient's type. It may differ from torch's own norm in the last bits, but it is
-equal on all ranks. With virtual ranks the number of ranks must not change it either. So a shard has
-a piece for each of its rank's virtual ranks, and squares are added piece by piece.
+equal on all ranks. With virtual ranks neither the number of shards nor the buckets, which differ
+after a resume, may change the result. There the squares of a gradient are added in one piece, so a
+rank that asks for a norm completes its gradients. The sums only answer whether values are finite.
 """
 
 import copy
@@ -89,14 +90,14 @@ def _squares(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """One parameter's place in its bucket, and the number of its elements in each piece."""
+    """One parameter's place in its bucket, and the number of its elements that each owner has."""
 
     parameter: Tensor
     span: Span
     lengths: tuple[int, ...]
 
     def squares(self, gradient: Tensor) -> Tensor:
-        """Return the sum of squares of the whole gradient, added up like the owners' pieces."""
+        """Return the sum of squares of the whole gradient, added up like the owners' shards."""
         flat = gradient.detach()
         if is_dense(flat):  # in the order of the memory, as in the bucket
             flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
@@ -107,13 +108,13 @@ class Cut(NamedTuple):
 
 
 def cuts_of(parameters: Iterable[Tensor], is_complex: bool, layout: Layout) -> list[Cut]:
-    """Return where the owners' pieces cut each parameter of a bucket.
+    """Return where the owners' shards cut each parameter of a bucket.
 
     Args:
         parameters: the parameters, in the order of their gradients in the bucket.
         is_complex: whether the bucket's flat tensor is complex. DDP exchanges complex gradients as
             pairs of real numbers.
-        layout: the lengths of all owners' pieces of the bucket.
+        layout: the owners' shards of the bucket.
     """
     ends = [*accumulate(layout)]
     cuts = []
@@ -135,32 +136,32 @@ class SquareSums:
         travel: whether the sums are exchanged in this pass; the same on all ranks.
         is_wanted: whether this rank has asked for a norm lately.
         is_due: whether this pass finds out which ranks have.
+        has_norms: whether the sums give norms; see [Note: one norm].
     """
 
-    def __init__(self, *, travel: bool, is_wanted: bool, is_due: bool = False) -> None:
+    def __init__(
+        self, *, travel: bool, is_wanted: bool, is_due: bool = False, has_norms: bool = True
+    ) -> None:
         self.travel = travel
         self.is_due = is_due
+        self.has_norms = has_norms
         self._is_wanted = is_wanted
         self._column: dict[int, int] = {}
-        # For each of this rank's pieces, the sums by column.
-        self._own: list[list[Tensor]] = []
+        self._own: list[Tensor] = []
         self._arrival: Completion | None = None
         self._table: Tensor | None = None
         self._norms: dict[torch.dtype, Sequence[Tensor]] = {}
 
-    def add(self, pieces: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Add up this rank's reduced shard of a bucket.
+    def add(self, shards: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add up this rank's reduced shards.
 
         Args:
-            pieces: for each piece of the shard, pairs of a parameter and its gradient's elements in
-                the piece, for all parameters of the bucket in the same order on all ranks. The
-                elements may be none.
+            shards: pairs of a parameter and this rank's elements of its gradient, for all
+                parameters of a bucket in the same order on all ranks. The elements may be none.
         """
-        self._own = self._own or [[] for _ in pieces]
-        for parameter, _ in pieces[0]:
-            self._column[id(parameter)] = len(self._column)
-        for sums, piece in zip(self._own, pieces, strict=True):
-            sums += [sum_of_squares(own) for _, own in piece]
+        for parameter, own in shards:
+            self._column[id(parameter)] = len(self._own)
+            self._own.append(sum_of_squares(own))
 
     def expect(self, bucket: "Bucket") -> None:
         """Let `arrive` wait for the sums, which travel in the journey of the pass's last bucket."""
@@ -169,14 +170,11 @@ class SquareSums:
 
     async def gather(self, bucket: "Bucket", link: Link) -> None:
         """Send this rank's sums to all ranks, and receive theirs. The bucket is the pass's last."""
-        width = len(self._column) + 1
-        rows = [len(lengths) for lengths in bucket.pieces]
-        table = torch.zeros(sum(rows), width, dtype=_SUM, device=bucket.flat.device)
-        own = table.split(rows)[link.rank]
-        for row, sums in zip(own, self._own, strict=False):  # where parameters have owners: one row
-            found = [each.to(table.device) for each in sums]
-            row.copy_(torch.stack([*found, table.new_full((), self._is_wanted)]))
-        await link.exact.all_gather(table.view(-1), [width * count for count in rows])
+        width = len(self._own) + 1
+        table = torch.zeros(link.size, width, dtype=_SUM, device=bucket.flat.device)
+        sums = [each.to(table.device) for each in self._own]
+        table[link.rank] = torch.stack([*sums, table.new_full((), self._is_wanted)])
+        await link.exact.all_gather(table.view(-1), [width] * link.size)
         self._table = table
 
     def arrive(self) -> bool:
@@ -202,9 +200,9 @@ class SquareSums:
         return self.arrive() and self._table is not None and bool(self._table.isfinite().all())
 
     def norm(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the norm of a gradient; None if the sums have no entry for the parameter."""
+        """Return the norm of a gradient; None if the sums do not give it."""
         column = self._column.get(id(parameter))
-        if column is None or self._table is None:
+        if column is None or self._table is None or not self.has_norms:
             return None
         if dtype not in self._norms:
             squares = _added(self._table[:, :-1].unbind())
@@ -452,7 +450,7 @@ class LazyGradients:
 
     # --- backward ---
 
-    def begin_sums(self, *, always: bool = False) -> SquareSums:
+    def begin_sums(self, *, always: bool = False, has_norms: bool = True) -> SquareSums:
         """Begin a deferred backward pass, and return its sums of squares.
 
         All ranks call this equally often, so they agree on the passes whose sums travel: those with
@@ -461,13 +459,16 @@ class LazyGradients:
 
         Args:
             always: whether the sums travel in every pass.
+            has_norms: see `SquareSums`.
         """
         self.end_sums()
         self._passes += 1
         passes = self._passes
         is_due = passes & (passes - 1) == 0 or passes % _LONGEST_SILENCE == 0
         travel = always or is_due or self._are_wanted
-        self._sums = SquareSums(travel=travel, is_wanted=self._is_asked, is_due=is_due)
+        self._sums = SquareSums(
+            travel=travel, is_wanted=self._is_asked, is_due=is_due, has_norms=has_norms
+        )
         if is_due:
             self._is_asked = False
         return self._sums
@@ -647,6 +648,9 @@ class LazyGradients:
         """Return whether all values are finite; None if that needs the values."""
         if any([lazy.memory.is_changed for lazy in lazies]):
             return None
+        if not self._sums.has_norms and self._sums.are_finite():
+            self._is_asked = True
+            return torch.tensor(True, device=lazies[0].device)
         norms = []
         for lazy in lazies:
             norm = self._unscaled_norm(lazy, _SUM)

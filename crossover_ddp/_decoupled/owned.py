@@ -235,11 +235,12 @@ class OwnedBucket(DeferredBucket):
     async def share_norms(self, own: torch.Tensor, link: Link) -> None:
         """Add up the squares of this rank's parameters; see `DeferredBucket.share_norms`."""
         nothing = own[:0]
-        sums = [
-            (p, self.pieces[id(p)].reshape(-1) if id(p) in self.own else nothing)
-            for p in self.parameters
-        ]
-        self.sums.add([sums])
+        self.sums.add(
+            [
+                (p, self.pieces[id(p)].reshape(-1) if id(p) in self.own else nothing)
+                for p in self.parameters
+            ]
+        )
         if self.bucket.last:
             await self.sums.gather(self.bucket, link)
 

@@ -308,17 +308,14 @@ class DeferredBucket:
         """
         if self.sums.travel:
             begin = sum(self.bucket.layout[: link.rank])
-            pieces = []
-            for piece in own.split([*self.bucket.pieces[link.rank]]):
-                stop = begin + piece.numel()
-                of_piece = []
-                for parameter, span, _ in self.cuts:
-                    first = min(max(span.start, begin), stop)
-                    last = min(max(span.stop, first), stop)
-                    of_piece.append((parameter, piece[first - begin : last - begin]))
-                pieces.append(of_piece)
-                begin = stop
-            self.sums.add(pieces)
+            stop = begin + own.numel()
+            own_of = []
+            for parameter, span, _ in self.cuts:
+                first = min(max(span.start, begin), stop)
+                own_of.append(
+                    (parameter, own[first - begin : min(max(span.stop, first), stop) - begin])
+                )
+            self.sums.add(own_of)
             if self.bucket.last:
                 await self.sums.gather(self.bucket, link)
 
@@ -535,7 +532,8 @@ class Pending:
         )
         self._early_looks = _Often(
             "gradients are read between backward() and optimizer.step() (other than by norms, "
-            "clipping and GradScaler): correct, but such steps are those of plain DDP"
+            "clipping and GradScaler; with VirtualRanks other than by GradScaler): correct, but such "
+            "steps are those of plain DDP"
         )
 
     def _enter(self, phase: Phase) -> None:
@@ -606,10 +604,11 @@ class Pending:
         self.gradients.withdraw_all()
         self._whole = []
 
-    def begin_sums(self) -> SquareSums:
+    def begin_sums(self, *, has_norms: bool = True) -> SquareSums:
         """Return the sums of squares of the deferred backward pass that is under way."""
         if not self.awaiting_step:
-            self.sums = self.gradients.begin_sums(always=not self._completes)
+            always = not self._completes
+            self.sums = self.gradients.begin_sums(always=always, has_norms=has_norms)
         return self.sums
 
     def deferred(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> DeferredBucket:
@@ -619,8 +618,8 @@ class Pending:
         if model is not None and not model.gradient_as_bucket_view:
             # DDP copies gradients out of its bucket.
             views = {id(p): view for p, view, _ in contents_of(grad_bucket, bucket.flat)}
-        cuts = self._cuts(grad_bucket, bucket)
-        return DeferredBucket(bucket, cuts, self.begin_sums(), self.gradients, views)
+        sums = self.begin_sums(has_norms=not bucket.is_folded)
+        return DeferredBucket(bucket, self._cuts(grad_bucket, bucket), sums, self.gradients, views)
 
     def note_whole(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> None:
         """Record a bucket for which backward waits."""
@@ -630,8 +629,9 @@ class Pending:
             self.end_backward(Phase.IDLE)
 
     def _cuts(self, grad_bucket: dist.GradBucket, bucket: Bucket) -> list[Cut]:
-        lengths = [length for of_rank in bucket.pieces for length in of_rank]
-        return self.gradients.cuts(grad_bucket.parameters(), bucket.flat, lengths)
+        """Return the cuts of a bucket; see [Note: one norm]."""
+        layout = [bucket.flat.numel()] if bucket.is_folded else bucket.layout
+        return self.gradients.cuts(grad_bucket.parameters(), bucket.flat, layout)
 
     def _whole_backward_ends(self) -> None:
         """Let gradients answer for their norms as in a deferred step; see [Note: one norm]."""

@@ -249,7 +249,7 @@ class Bucket(Journey):
     def __init__(
         self,
         grad_bucket: dist.GradBucket,
-        pieces: Sequence[Layout],
+        layout: Layout,
         backward: Backward,
         place: Place,
         link: Link,
@@ -262,10 +262,9 @@ class Bucket(Journey):
         # The same memory with its own version counter: user code that writes to gradients bumps
         # theirs.
         self.flat = self.result.data
-        self.layout = [sum(lengths) for lengths in pieces]  # equal shards
-        # By rank, the lengths of the pieces of its shard. Norms are added piece by piece, so that
-        # with virtual ranks they do not depend on the number of ranks.
-        self.pieces = pieces
+        self.layout = layout  # equal shards
+        # Whether results must depend neither on the number of ranks nor on the buckets.
+        self.is_folded = fold_of(grad_bucket) is not None
         self.backward = backward
         self.link = link
         self.meter = meter  # the hook's meter
@@ -543,9 +542,6 @@ def _agreed_buffers(
 
 class Fold(Protocol):
     """Adds gradients of earlier micro-batches to a model's buckets; see `VirtualRanks`."""
-
-    # The virtual ranks of each rank.
-    leaves_by_rank: Sequence[range]
 
     def add_to(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
         """Add to a bucket, before its hook reads it. Raises to refuse the hook.

@@ -271,14 +271,11 @@ class Exchange:
         if memory is not flat:
             flat.copy_(memory)
 
-    def equal_layout(self, flat: Tensor, shards: int | None = None) -> Layout:
-        """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers.
-
-        ``shards`` is their number, by default one for each rank.
-        """
+    def equal_layout(self, flat: Tensor) -> Layout:
+        """Return a layout that cuts ``flat`` into equal shards, aligned as its network prefers."""
         network = self.networks[flat.device]
         return equal_lengths(
-            flat.numel(), shards or self.size, max(1, network.alignment_bytes // flat.itemsize)
+            flat.numel(), self.size, max(1, network.alignment_bytes // flat.itemsize)
         )
 
     def meter_of(self, state: object) -> Meter:
@@ -309,15 +306,7 @@ class Exchange:
         self.checks.check(grad_bucket)
         backward.ready.append((flat.nbytes, time.monotonic()))
         place = self.networks[flat.device].place
-        return Bucket(grad_bucket, self._pieces(grad_bucket), backward, place, link, meter)
-
-    def _pieces(self, grad_bucket: dist.GradBucket) -> Sequence[Layout]:
-        """Return the pieces of each rank's shard: one, or one for each of its virtual ranks."""
-        flat, fold = grad_bucket.buffer(), fold_of(grad_bucket)
-        if fold is None:
-            return [[length] for length in self.equal_layout(flat)]
-        lengths = self.equal_layout(flat, fold.leaves_by_rank[-1].stop)
-        return [lengths[leaves.start : leaves.stop] for leaves in fold.leaves_by_rank]
+        return Bucket(grad_bucket, self.equal_layout(flat), backward, place, link, meter)
 
     def _start(
         self, journey: Journey, coroutine: JourneyCoroutine, observers: Sequence[Observer]
