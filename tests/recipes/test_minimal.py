@@ -114,6 +114,23 @@ def test_muon_has_the_losses_of_plain_ddp_and_saves_a_checkpoint_for_torch(tmp_p
     }
 
 
+def test_virtual_ranks_have_one_hash_on_one_two_and_three_ranks(tmp_path: Path) -> None:
+    def train_to(epochs: int, name: str, ranks: int) -> tuple[list[str], str]:
+        output = train(
+            "virtual", "--checkpoint", str(tmp_path / name), "--epochs", f"{epochs}", ranks=ranks
+        )
+        (found,) = re.findall(r"^hash (\w+)$", output, re.MULTILINE)
+        return losses(output), found
+
+    whole, found = train_to(2, "whole", 3)
+    assert len({*whole}) == 2
+    first, other = train_to(1, "resumed", 1)
+    assert first == whole[:1]
+    assert other != found
+    assert train_to(2, "resumed", 2) == (whole[1:], found)
+    assert train_to(2, "resumed", 1) == ([], found)
+
+
 def test_two_programs_take_turns() -> None:
     script, group = RECIPES / "minimal_mutex.py", {"CROSSOVER_GROUP": uuid.uuid4().hex}
     with (
