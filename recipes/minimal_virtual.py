@@ -54,7 +54,7 @@ if args.checkpoint is not None and args.checkpoint.exists():
     optimizer.load_state_dict(saved["optimizer"])
     ranks.load_state_dict(saved["ranks"])
 
-for epoch in range(loader.batch_sampler.epoch, args.epochs):
+for epoch in range(loader.batch_sampler.epoch, args.epochs):  # type: ignore[union-attr]
     for inputs, labels in ranks.micro_batches(loader):
         loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
         loss.backward()

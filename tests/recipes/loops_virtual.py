@@ -9,7 +9,7 @@ losses, and another one of parameters and buffers.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import TensorDataset
 
 import crossover_ddp
@@ -33,10 +34,10 @@ EPOCHS = 2
 
 
 def network() -> nn.Sequential:
-    """Return a network whose results depend on random numbers and on buffers."""
+    """Return a network whose outputs in training depend on random numbers and on buffers."""
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
+        spectral_norm(nn.Linear(WIDTH, WIDTH)),
         nn.BatchNorm1d(WIDTH),
         nn.Tanh(),
         nn.Dropout(0.2),

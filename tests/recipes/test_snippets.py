@@ -3,6 +3,7 @@
 `test_loops` runs those of docs/loops.md, and tests/fsdp/test_page.py those of docs/fsdp.md.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def network() -> nn.Sequential:
     )
 
 
+def dataset() -> TensorDataset:
+    """Return two steps of eight virtual ranks with batches of 32."""
+    made = torch.Generator().manual_seed(0)
+    samples = torch.randn(512, 6, generator=made)
+    return TensorDataset(samples, torch.randint(3, (512,), generator=made))
+
+
 def given() -> dict[str, Any]:
     """Return what a block may expect of the script around it."""
     net = network()
@@ -60,6 +68,11 @@ def given() -> dict[str, Any]:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)],
         "loss_function": nn.functional.cross_entropy,
+        "dataset": dataset(),
+        "epochs": 2,
+        "os": os,
+        "path": "nowhere.pt",
+        "rank": 1,  # of a rank that saves nothing
     }
 
 
@@ -73,7 +86,8 @@ def run_block(rank: int, world_size: int, block: str) -> tuple[list[Tensor], boo
     optimizers = {
         id(each): each for each in names.values() if isinstance(each, torch.optim.Optimizer)
     }
-    for inputs, labels in names["loader"]:
+    # A block with virtual ranks has its own loop.
+    for inputs, labels in [] if "ranks" in names else names["loader"]:
         names["loss_function"](names["model"](inputs), labels).backward()
         for optimizer in optimizers.values():
             optimizer.step()
@@ -87,6 +101,28 @@ def test_a_block_runs_and_trains(block: str) -> None:
     for after, has_changed in run_ranks(run_block, 2, args=(BLOCKS[block],)):
         assert has_changed
         assert all(bool(each.isfinite().all()) for each in after)
+
+
+def run_virtual(
+    rank: int, world_size: int, block: str, path: str, epochs: int
+) -> tuple[list[Tensor], int]:
+    """Train up to an epoch with the diff of virtual ranks. Return the parameters, and the steps."""
+    torch.set_num_threads(1)
+    names = {**given(), "path": path, "rank": rank, "epochs": epochs}
+    names["model"] = names["net"]
+    exec(compile(block, "docs/virtual.md", "exec"), names)
+    return [each.detach() for each in names["net"].parameters()], names["ranks"].step
+
+
+def test_virtual_ranks_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    block = BLOCKS["docs/virtual.md 1"]
+    whole, resumed = str(tmp_path / "whole.pt"), str(tmp_path / "resumed.pt")
+    expected, *_ = run_ranks(run_virtual, 1, args=(block, whole, 2))
+    assert expected[1] == 4
+    assert run_ranks(run_virtual, 3, args=(block, resumed, 1))[0][1] == 2
+    for parameters, steps in run_ranks(run_virtual, 2, args=(block, resumed, 2)):
+        assert steps == 4
+        assert all(map(torch.equal, parameters, expected[0]))
 
 
 def block_with(text: str) -> str:
