@@ -108,14 +108,19 @@ class VirtualRanks:
         self._model = model
         self._folding = Folding(model, count, self._ends_step)
         self.own = self._folding.leaves
-        self._buffers = StepBuffers(model.module, has_first=self.own[0] == 0)
+        self._buffers = StepBuffers(
+            model.module,
+            is_broadcast=wants_buffers_broadcast(model),
+            has_first=self.own[0] == 0,
+            is_shared=len(self.own) > 1,
+        )
         # The place of the latest micro-batch among those of its step, or None before the first one.
         self._at: int | None = None
         self._is_inside = False
         self._losses: list[tuple[int, int, Tensor]] = []  # step, virtual rank, loss
         set_fold(self._folding.parameters, self._folding)
         setattr(model, _HAS_RANKS, True)
-        if len(self.own) > 1 and any(True for _ in model.module.buffers()):
+        if self._buffers.are_needed():
             before = OwnHook(uncompiled(self._before_forward))
             model.module.register_forward_pre_hook(before, prepend=True)
 
