@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from crossover_ddp import VirtualRanks
 from crossover_ddp._virtual.data import VirtualSampler
 from crossover_ddp._virtual.tree import leaves_of
-from tests.harness import single_process_group
 
 SEED = 5
 
@@ -136,16 +134,19 @@ def test_seeds_belong_to_an_epoch_a_step_and_a_virtual_rank(
             for step, micro_batches in enumerate(by_step(sampler, own)):
                 seeds |= {(epoch, step, v): seed for v, (seed, _) in micro_batches.items()}
     assert len({*seeds.values()}) == len(seeds) == 2 * 3 * count
-    alone = sampler_of(Numbers(count * 12), count, 1, 0, 0, 4, shuffle=True, drop_last=True)
-    for step, micro_batches in enumerate(by_step(alone, range(count))):
+    sampler = sampler_of(Numbers(count * 12), count, 1, 0, 0, 4, shuffle=True, drop_last=True)
+    for step, micro_batches in enumerate(by_step(sampler, range(count))):
         for v, (seed, _) in micro_batches.items():
             assert seeds[0, step, v] == seed
 
 
-@pytest.fixture
-def model() -> Iterator[DistributedDataParallel]:
-    with single_process_group():
-        yield DistributedDataParallel(nn.Linear(2, 1))
+def loader_of(ranks: Ranks, dataset: Dataset[Any], batch: int, **options: Any) -> DataLoader[Any]:
+    """Return the loader of virtual ranks. It needs no model, whose threads a worker would not have."""
+    return VirtualRanks.loader(ranks, dataset, batch, **options)
+
+
+def alone(count: int) -> Ranks:
+    return Ranks(count, range(count))
 
 
 def drawn(loader: DataLoader[Any]) -> list[str]:
@@ -159,32 +160,31 @@ def drawn(loader: DataLoader[Any]) -> list[str]:
     return [repr(exact(batch)) for batch in loader]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # with few cores
 @pytest.mark.parametrize("kind", [Noisy, AtOnce])
 @pytest.mark.parametrize("collate", [None, with_noise])
-def test_workers_make_the_same_samples(
-    model: DistributedDataParallel, kind: type[Noisy], collate: Any
-) -> None:
-    ranks = VirtualRanks(model, 3, seed=SEED)
+def test_workers_make_the_same_samples(kind: type[Noisy], collate: Any) -> None:
+    ranks = alone(3)
 
     def epoch(workers: int) -> list[str]:
-        return drawn(ranks.loader(kind(30), 2, num_workers=workers, collate_fn=collate))
+        return drawn(loader_of(ranks, kind(30), 2, num_workers=workers, collate_fn=collate))
 
-    alone = epoch(0)
-    assert len({*alone}) == len(alone) == 15
+    inline = epoch(0)
+    assert len({*inline}) == len(inline) == 15
     torch.rand(7)  # it must not matter
     for workers in (1, 3):
-        assert epoch(workers) == alone, workers
+        assert epoch(workers) == inline, workers
 
 
-def test_samples_made_at_once_keep_their_order(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 3, seed=SEED)
-    numbers = [batch[0].tolist() for batch in ranks.loader(AtOnce(30), 2)]
-    assert numbers == [batch.tolist()[::-1] for batch in ranks.loader(Numbers(30), 2)]
+def test_samples_made_at_once_keep_their_order() -> None:
+    ranks = alone(3)
+    numbers = [batch[0].tolist() for batch in loader_of(ranks, AtOnce(30), 2)]
+    assert numbers == [batch.tolist()[::-1] for batch in loader_of(ranks, Numbers(30), 2)]
 
 
-def test_a_loader_begins_at_the_step_of_the_job(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 3, seed=SEED)
-    loader = ranks.loader(Noisy(30), 2)
+def test_a_loader_begins_at_the_step_of_the_job() -> None:
+    ranks = alone(3)
+    loader = loader_of(ranks, Noisy(30), 2)
     first = drawn(loader)
     ranks.step = 5
     second = drawn(loader)
@@ -193,19 +193,19 @@ def test_a_loader_begins_at_the_step_of_the_job(model: DistributedDataParallel) 
         ranks.step = step
         rest = (first if step < 5 else second)[step % 5 * 3 :]
         assert drawn(loader) == rest, step
-        assert drawn(ranks.loader(Noisy(30), 2, num_workers=1)) == rest, step
+        assert drawn(loader_of(ranks, Noisy(30), 2, num_workers=1)) == rest, step
 
 
-def test_smaller_last_micro_batches_are_kept_on_request(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 3)
-    lengths = [len(batch) for batch in ranks.loader(Numbers(13), 2, drop_last=False)]
+def test_smaller_last_micro_batches_are_kept_on_request() -> None:
+    ranks = alone(3)
+    lengths = [len(batch) for batch in loader_of(ranks, Numbers(13), 2, drop_last=False)]
     assert lengths == [2, 2, 2, 2, 2, 2, 1, 1, 1]
-    assert [len(batch) for batch in ranks.loader(Numbers(13), 2)] == [2] * 6
+    assert [len(batch) for batch in loader_of(ranks, Numbers(13), 2)] == [2] * 6
 
 
-def test_samples_are_in_order_without_shuffling(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 2)
-    batches = [batch.tolist() for batch in ranks.loader(Numbers(8), 2, shuffle=False)]
+def test_samples_are_in_order_without_shuffling() -> None:
+    ranks = alone(2)
+    batches = [batch.tolist() for batch in loader_of(ranks, Numbers(8), 2, shuffle=False)]
     assert batches == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
@@ -214,18 +214,18 @@ class Endless(IterableDataset[int]):
         yield 0
 
 
-def test_datasets_without_a_length_are_refused(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 2)
+def test_datasets_without_a_length_are_refused() -> None:
+    ranks = alone(2)
     with pytest.raises(TypeError, match=r"got an IterableDataset.*samples of ranks\.own"):
-        ranks.loader(Endless(), 2)
+        loader_of(ranks, Endless(), 2)
 
 
-def test_datasets_without_a_step_are_refused(model: DistributedDataParallel) -> None:
-    ranks = VirtualRanks(model, 3)
+def test_datasets_without_a_step_are_refused() -> None:
+    ranks = alone(3)
     message = "at least one step of 3 micro-batches of 4, got a dataset of 11; pass a smaller"
     with pytest.raises(ValueError, match=message):
-        ranks.loader(Numbers(11), 4)
+        loader_of(ranks, Numbers(11), 4)
     with pytest.raises(ValueError, match="got a dataset of 0"):
-        ranks.loader(Numbers(0), 4, drop_last=False)
-    assert len([*ranks.loader(Numbers(12), 4)]) == 3
-    assert len([*ranks.loader(Numbers(11), 4, drop_last=False)]) == 3
+        loader_of(ranks, Numbers(0), 4, drop_last=False)
+    assert len([*loader_of(ranks, Numbers(12), 4)]) == 3
+    assert len([*loader_of(ranks, Numbers(11), 4, drop_last=False)]) == 3
