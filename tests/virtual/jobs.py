@@ -72,7 +72,8 @@ SHAPES: Final = {"mlp": (20,), "cnn": (3, 8, 8)}
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
     """Samples with random noise, which must not depend on the number of ranks."""
 
-    def __init__(self, kind: str, count: int) -> None:
+    def __init__(self, kind: str, count: int, noise: float = 0.1) -> None:
+        self._noise = noise
         made = torch.Generator().manual_seed(7)
         self._is_text = kind == "gpt"
         if self._is_text:
@@ -87,7 +88,8 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x = self._inputs[index]
-        return (x if self._is_text else x + 0.1 * torch.randn(x.shape)), self._targets[index]
+        has_noise = self._noise and not self._is_text
+        return (x + self._noise * torch.randn(x.shape) if has_noise else x), self._targets[index]
 
 
 def optimizers_of(kind: str, module: nn.Module) -> list[Optimizer]:
@@ -122,6 +124,7 @@ class Job:
     hook: str = "split"
     steps: int = 6
     samples: int = 40  # for each virtual rank: epochs of 5 steps
+    noise: float = 0.1  # of each sample; 0: a sample needs no random numbers
     clips: str = ""  # "torch" or "state"
     autocast: torch.dtype | None = None
     scale: float = 0.0  # of a GradScaler; 0: none
@@ -149,7 +152,7 @@ class Running:
         self.state, hook = hook_of(job.hook, self.optimizers)
         self.model.register_comm_hook(self.state, hook)
         self.ranks = ddp.VirtualRanks(self.model, job.count, seed=SEED)
-        dataset = Augmented(job.model, job.samples * job.count)
+        dataset = Augmented(job.model, job.samples * job.count, job.noise)
         self.loader = self.ranks.loader(dataset, 8, **job.loader)
         self.scaler = torch.amp.GradScaler(
             job.device, init_scale=job.scale or 1.0, growth_interval=3, enabled=bool(job.scale)

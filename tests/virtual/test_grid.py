@@ -51,25 +51,24 @@ def test_uneven_virtual_ranks_have_the_same_hash(count: int, sizes: tuple[int, .
     assert_one_hash(Job(count=count, steps=3), *sizes)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(clips="torch"),
-        Job("gpt", hook="decoupled", clips="state"),
-        Job(hook="decoupled", clips="torch"),
-        Job(hook="owners", clips="state", scale=2.0**30, autocast=torch.float16),
-        Job(scale=2.0**10, autocast=torch.float16),
-        Job(autocast=torch.bfloat16),
-        Job(options={"gradient_as_bucket_view": False}),
-        Job(zeroes=True),
-        Job(hook="decoupled", zeroes=True),
-        Job(options={"bucket_cap_mb": 25}),
-        Job("mlp", dtype=torch.float16),
-        Job("mlp", dtype=torch.bfloat16),
-        Job(loader={"drop_last": False}, samples=37, steps=9),
-    ],
-    ids=str,
-)
+LOOPS = {
+    "clipping": Job(clips="torch"),
+    "decoupled-state-clipping": Job("gpt", hook="decoupled", clips="state"),
+    "decoupled-clipping": Job(hook="decoupled", clips="torch"),
+    "owners-scaler": Job(hook="owners", clips="state", scale=2.0**30, autocast=torch.float16),
+    "scaler": Job(scale=2.0**10, autocast=torch.float16),
+    "autocast": Job(autocast=torch.bfloat16),
+    "copied-gradients": Job(options={"gradient_as_bucket_view": False}),
+    "zeroed": Job(zeroes=True),
+    "decoupled-zeroed": Job(hook="decoupled", zeroes=True),
+    "one-bucket": Job(options={"bucket_cap_mb": 25}),
+    "float16": Job("mlp", dtype=torch.float16),
+    "bfloat16": Job("mlp", dtype=torch.bfloat16),
+    "small-last-batch": Job(loader={"drop_last": False}, samples=37, steps=9),
+}
+
+
+@pytest.mark.parametrize("job", LOOPS.values(), ids=LOOPS)
 def test_loops_of_all_kinds_have_one_hash(job: Job) -> None:
     assert_one_hash(job, 1, 4)
 
@@ -77,3 +76,13 @@ def test_loops_of_all_kinds_have_one_hash(job: Job) -> None:
 def test_workers_do_not_change_samples() -> None:
     alone = run_ranks(hash_of_job, 1, args=(Job(steps=7),))
     assert run_ranks(hash_of_job, 1, args=(Job(steps=7, loader={"num_workers": 2}),)) == alone
+
+
+@pytest.mark.parametrize("hook", ["split", "decoupled", "owners"])
+@pytest.mark.parametrize("levels", ["0,0,1,1", "0,1,0,1"])
+def test_two_levels_have_the_same_hash(hook: str, levels: str) -> None:
+    """Nodes of consecutive ranks add in the order of the tree. Others must not add on two levels."""
+    job = Job(hook=hook, steps=3)
+    alone = run_ranks(hash_of_job, 1, args=(job,))
+    of_nodes = run_ranks(hash_of_job, 4, args=(job,), environment={"CROSSOVER_LEVELS": levels})
+    assert {*of_nodes} == {*alone}
