@@ -136,9 +136,14 @@ class Job:
 
 
 class Running:
-    """A job on the ranks of the default process group."""
+    """A job on the ranks of the default process group.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: the job.
+        hook: a hook without a state to register instead of the job's; None: no hook.
+    """
+
+    def __init__(self, job: Job, *, hook: Any = "the job's") -> None:
         self.job = job
         self.device = torch.device(job.device)
         if job.device == "cuda":
@@ -149,8 +154,11 @@ class Running:
         self.optimizers = optimizers_of(job.optimizer, self.module)
         options = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True, **job.options}
         self.model = DistributedDataParallel(self.module, **options)
-        self.state, hook = hook_of(job.hook, self.optimizers)
-        self.model.register_comm_hook(self.state, hook)
+        self.state = None
+        if hook == "the job's":
+            self.state, hook = hook_of(job.hook, self.optimizers)
+        if hook is not None:
+            self.model.register_comm_hook(self.state, hook)
         self.ranks = ddp.VirtualRanks(self.model, job.count, seed=SEED)
         dataset = Augmented(job.model, job.samples * job.count, job.noise)
         self.loader = self.ranks.loader(dataset, 8, **job.loader)
