@@ -16,7 +16,7 @@ from crossover_ddp import UnsupportedConfigurationError, VirtualRanks
 from tests.harness import in_ranks, run_ranks, single_process_group
 from tests.harness.oracles import error_of
 
-from .jobs import Job, Running, hash_of_job, optimizers_of
+from .jobs import LENGTH, Job, Running, hash_of_job, optimizers_of
 
 
 @pytest.fixture
@@ -33,11 +33,13 @@ def model_of(module: nn.Module | None = None, **options: Any) -> DistributedData
     return DistributedDataParallel(module or linear(), **options)
 
 
-def train(model: DistributedDataParallel, ranks: VirtualRanks) -> None:
+def train(
+    model: DistributedDataParallel, ranks: VirtualRanks, inputs: torch.Tensor | None = None
+) -> None:
     """Run the micro-batches of a step."""
     for _ in ranks.own:
         with ranks.micro_batch():
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4) if inputs is None else inputs).sum().backward()
 
 
 # --- models ---
@@ -217,11 +219,10 @@ EXPECTED_HOOK = "expected a hook of this package to get the gradients of a step'
 def late_hook(rank: int, world_size: int, hook: str) -> tuple[str, str]:
     """Begin without a hook or with torch's own. Return the error, and the hash of training later."""
     torch.set_num_threads(1)
-    job = Job("gpt", steps=3)
-    running = Running(job, hook=None if hook == "none" else allreduce_hook)
-    message = error_of(lambda: running.run())
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    running = Running(Job("gpt", steps=3), hook=None if hook == "none" else allreduce_hook)
+    message = error_of(lambda: train(running.model, running.ranks, tokens))
     assert running.ranks.step == 0
-    running.ranks.losses()  # those of the refused step
     if hook == "none":
         running.model.register_comm_hook(None, ddp.reduce_scatter_all_gather_hook)
         return message, running.run().hash()
