@@ -154,7 +154,7 @@ class Running:
         self.optimizers = optimizers_of(job.optimizer, self.module)
         options = {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True, **job.options}
         self.model = DistributedDataParallel(self.module, **options)
-        self.state = None
+        self.state: Any = None
         if hook == "the job's":
             self.state, hook = hook_of(job.hook, self.optimizers)
         if hook is not None:
@@ -171,7 +171,7 @@ class Running:
     def run(
         self, until: int | None = None, within: Callable[["Running"], None] = lambda running: None
     ) -> "Running":
-        """Train until so many steps have been made. ``within`` is called after each backward."""
+        """Train until that number of steps. ``within`` is called after each backward."""
         last = self.job.steps if until is None else until
         while self.ranks.step < last:
             for inputs, targets in self.ranks.micro_batches(self.loader):

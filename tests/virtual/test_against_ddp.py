@@ -54,7 +54,7 @@ def hash_of_ddp(rank: int, world_size: int, job: Job) -> str:
 
 
 def hash_by_hand(rank: int, world_size: int, job: Job) -> str:
-    """Run a job as its definition says: a copy of the model for each virtual rank, and a tree."""
+    """Run a job by its definition: a copy of the model for each virtual rank, and a tree."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     module = MODELS[job.model]()
