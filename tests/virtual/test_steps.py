@@ -98,6 +98,30 @@ def test_memory_of_earlier_gradients_is_free_when_the_optimizer_steps() -> None:
     assert [reference() for reference in kept] == [None, None]
 
 
+class Counting(nn.Linear):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1, bias=False)
+        self.register_buffer("count", torch.zeros(()))
+        self.counts: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.counts.append(float(self.count))
+        self.count += 1
+        return super().forward(inputs)
+
+
+def test_all_micro_batches_of_a_step_begin_with_the_same_buffers() -> None:
+    module = Counting()
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(None, ddp.reduce_scatter_all_gather_hook)
+    for batch in ddp.VirtualRanks(model, 3).micro_batches([torch.ones(3)] * 6):
+        model(batch).sum().backward()
+    assert module.counts == [0, 0, 0, 1, 1, 1]
+    assert float(module.count) == 2
+
+
 def test_generators_continue_as_before_between_micro_batches() -> None:
     model, ranks = small(2)
     torch.manual_seed(1)
