@@ -101,6 +101,8 @@ def test_memory_of_earlier_gradients_is_free_when_the_optimizer_steps() -> None:
 class Counting(nn.Linear):
     """Counts its forwards in a buffer."""
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__(3, 1, bias=False)
         self.register_buffer("count", torch.zeros(()))
