@@ -198,3 +198,17 @@ def test_a_loss_may_be_reported_before_or_after_backward() -> None:
             if not number % 2:
                 ranks.report(torch.tensor(float(number)))
     assert ranks.losses() == [0.0, 1.0, 2.0, 3.0]
+
+
+def losses_of_two_steps(rank: int, world_size: int) -> list[float]:
+    model, ranks = small(4)
+    for step in range(2):
+        for v in ranks.own:
+            with ranks.micro_batch():
+                model(torch.ones(3)).sum().backward()
+                ranks.report(torch.tensor(10.0 * step + v))
+    return ranks.losses()
+
+
+def test_losses_of_several_steps_are_in_the_order_of_steps() -> None:
+    assert run_ranks(losses_of_two_steps, 2) == [[0, 1, 2, 3, 10, 11, 12, 13]] * 2
