@@ -22,6 +22,8 @@ from crossover_ddp._ddp.checks import check_keys, wants_buffers_broadcast
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import set_fold
+from crossover_ddp._engine.states import HookState
+from crossover_ddp._system import torch_private
 from crossover_ddp._virtual.buffers import StepBuffers
 from crossover_ddp._virtual.data import SeededDataset, VirtualSampler, as_made
 from crossover_ddp._virtual.folding import Folding
@@ -35,6 +37,10 @@ Batch = TypeVar("Batch")
 
 _HAS_RANKS: Final = "_crossover_ddp_virtual_ranks"
 _END: Final = object()
+_NO_GRADIENTS: Final = (
+    "expected a hook of this package to get the gradients of a step's last micro-batch"
+)
+_REGISTER: Final = "call model.register_comm_hook(None, reduce_scatter_all_gather_hook)"
 # If these differ when a job is resumed, some bits change: which ones, and the remedy.
 _CHANGES: Final = {
     "count": (
@@ -67,7 +73,7 @@ class VirtualRanks:
     or `muon_hook`. Each rank runs its micro-batches one after the other, the first ones without an
     exchange. Then a step sends as many bytes as with DDP, if each rank has 1, 2, 4, 8, … virtual
     ranks. Otherwise it sends up to 1.5 times as many in total, and `owner_hook` and `muon_hook` refuse.
-    Memory grows by at most log2(``count`` / ranks) times the gradients.
+    Memory grows by about log2(``count`` / ranks) times the gradients.
 
     Args:
         model: the DDP model. The hook may be registered before or later.
@@ -117,8 +123,10 @@ class VirtualRanks:
         # The place of the latest micro-batch among those of its step, or None before the first one.
         self._at: int | None = None
         self._is_inside = False
+        self._is_hook_known = False
         self._losses: list[tuple[int, int, Tensor]] = []  # step, virtual rank, loss
-        set_fold(self._folding.parameters, self._folding)
+        # Frozen ones as well: the fold refuses them once they are trained.
+        set_fold([*model.module.parameters()], self._folding)
         setattr(model, _HAS_RANKS, True)
         if self._buffers.are_needed():
             before = OwnHook(uncompiled(self._before_forward))
@@ -229,6 +237,9 @@ class VirtualRanks:
                 "expected one micro-batch at a time, got one inside of another; micro_batches() "
                 "enters micro_batch() itself"
             )
+        if not self._is_hook_known:
+            _check_hook(self._model)
+            self._is_hook_known = True
         is_last = at == len(self.own) - 1
         self._is_inside = True
         try:
@@ -241,6 +252,8 @@ class VirtualRanks:
                 yield
         except BaseException:
             self._at = None
+            self._buffers.abandon_step()
+            self._losses = [each for each in self._losses if each[0] < self.step]
             raise
         finally:
             self._is_inside = False
@@ -250,10 +263,8 @@ class VirtualRanks:
         elif self._folding.awaits_buckets:
             self._at = None
             raise UnsupportedConfigurationError(
-                "expected a hook of this package to get the gradients of a step's last micro-batch, got "
-                "none: there was no backward(), or no such hook is registered, or CROSSOVER_DISABLE=1 is "
-                "set; call model.register_comm_hook(None, reduce_scatter_all_gather_hook), and call "
-                "backward() once in each micro-batch"
+                f"{_NO_GRADIENTS}, got none: there was no backward(), or the registered hook calls "
+                f"none of this package; {_REGISTER}, and call backward() once in each micro-batch"
             )
 
     @property
@@ -338,6 +349,21 @@ class VirtualRanks:
         self._buffers.end_step()
         # Counted here, so that a checkpoint behind optimizer.step() has it even if the loop ends.
         self.step += 1
+
+
+def _check_hook(model: DistributedDataParallel) -> None:
+    """Refuse a model without a hook that could fold, before any step is lost."""
+    hooks = getattr(model, torch_private.COMM_HOOKS, None)
+    if hooks is None:  # noticed at the end of the first step
+        return
+    found = "" if hooks else "no hook"
+    for hook, state in hooks:
+        if hook.__module__.startswith("torch."):
+            found = f"torch's {hook.__name__}"
+        elif isinstance(state, HookState) and state.agreement.disabled:
+            found = "CROSSOVER_DISABLE=1, which turns it into a plain all-reduce; unset it"
+    if found:
+        raise UnsupportedConfigurationError(f"{_NO_GRADIENTS}, got {found}; {_REGISTER}")
 
 
 def _check(model: DistributedDataParallel, count: int) -> None:

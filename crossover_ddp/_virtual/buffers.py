@@ -80,6 +80,13 @@ class StepBuffers:
             self._write(self._kept)
         self._begun = self._kept = ()
 
+    def abandon_step(self) -> None:
+        """Put the buffers in place that the step began with, since it will begin again."""
+        if self._begun:
+            self._write(self._begun)
+        self._begun = self._kept = ()
+        self._awaits_forward = False
+
     def _check_broadcast(self) -> None:
         if not self._is_broadcast:
             self._check_unchanged(

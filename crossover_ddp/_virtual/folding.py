@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from crossover_ddp._ddp.checks import check_not_joined
-from crossover_ddp._engine.buckets import Content, contents_of, part_of, view_of
+from crossover_ddp._engine.buckets import contents_of, part_of, view_of
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
 from crossover_ddp._engine.states import HookState
@@ -110,7 +110,7 @@ class Folding:
     @torch.no_grad()
     def add_to(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
         """See `Fold.add_to`."""
-        self._check(state, is_wrapped=is_wrapped)
+        self._check(grad_bucket, state, is_wrapped=is_wrapped)
         flat = grad_bucket.buffer().data
         if self._divides_leaves:
             flat.div_(self.count)
@@ -124,7 +124,7 @@ class Folding:
     def _add(self, grad_bucket: dist.GradBucket, flat: Tensor) -> list[Tensor]:
         """Add partial sums to the bucket, and return those that travel beside it."""
         contents = contents_of(grad_bucket, flat)
-        indices = [self._index_of(each) for each in contents]
+        indices = [self._index[id(each.parameter)] for each in contents]
         views = [each.gradient.data for each in contents]
         beside: list[Tensor] = []
         start = self._first
@@ -151,28 +151,24 @@ class Folding:
         alone.nodes.append(left)
         return alone.ends_with_sibling(start, self.leaves.stop)
 
-    def _index_of(self, content: Content) -> int:
-        index = self._index.get(id(content.parameter))
-        if index is None:
-            raise UnsupportedConfigurationError(
-                "expected gradients of the parameters that VirtualRanks found in the model, got one "
-                "of another parameter; create VirtualRanks when all parameters that will be trained "
-                "have requires_grad=True"
-            )
-        return index
-
-    def _check(self, state: object, *, is_wrapped: bool) -> None:
+    def _check(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
         if not self._is_due:
             raise UnsupportedConfigurationError(
                 "expected one backward() in each micro-batch of VirtualRanks, got another one; call "
                 "it once, inside `for batch in ranks.micro_batches(...)` or `with ranks.micro_batch()`"
             )
+        if any(id(p) not in self._index for p in grad_bucket.parameters()):
+            raise UnsupportedConfigurationError(
+                "expected gradients of the parameters that VirtualRanks found in the model, got one "
+                "of another parameter; create VirtualRanks when all parameters that will be trained "
+                "have requires_grad=True"
+            )
         check_not_joined(self._model, "all virtual ranks take part in each step")
         why = ""
-        if is_wrapped:
-            why = "another library adds in an order that depends on the number of ranks"
-        elif isinstance(state, HookState):
+        if isinstance(state, HookState):
             why = state.why_not_virtual
+            if is_wrapped and not why:
+                why = "another library's hook adds in an order that depends on the number of ranks"
             if state.packs_by_owner and not self.is_even:
                 why = (
                     f"{self.count} virtual ranks on {len(self.sums_by_rank)} ranks leave several "
@@ -180,7 +176,7 @@ class Folding:
                     "each has 1, 2, 4, 8, … virtual ranks"
                 )
         if why:
-            name = "crossover_wrapper" if is_wrapped else type(state).__name__
+            name = type(state).__name__
             raise UnsupportedConfigurationError(
                 f"expected a hook that works with VirtualRanks, got {name}: {why}; use "
                 "reduce_scatter_all_gather_hook, crossover_hook, decoupled_hook, owner_hook or "

@@ -3,7 +3,7 @@
 [Note: one tree] The virtual ranks 0 to V - 1 are the leaves. Leaf 0 is added to leaf 1, leaf 2 to
 leaf 3, and so on; then these sums are added in pairs. A sum without a neighbour moves up as it is.
 `tree_sum` of the engine adds in the same order. Each rank has consecutive leaves and adds siblings
-as soon as it has both, like the digits of a binary counter. So it keeps at most log2(V/W) + 1 sums.
+as soon as it has both, like the digits of a binary counter. So it keeps about log2(V/W) + 1 sums.
 If V/W is a power of two, one sum is left at the end of a step, a node of the tree, and the ranks'
 sums are added as by `tree_sum`. Otherwise a few sums are left, and they are sent one by one. Either
 way, each value is the result of the same additions, however many ranks there are.

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "codecs": {*BELOW, "_compression"},
     "_fsdp": {"_engine", "_ddp", "_system", "errors"},
     "_virtual": {"_engine", "_ddp", "_system", "errors"},
-    "virtual_ranks": {"_virtual", "_engine", "_ddp", "errors"},
+    "virtual_ranks": {"_virtual", "_engine", "_ddp", "_system", "errors"},
     "fsdp": {*BELOW, "_fsdp", "averaging_hooks", "codecs", "comm_hooks"},
     "pipeline": {
         *HOOKS,

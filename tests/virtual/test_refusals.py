@@ -161,7 +161,7 @@ STATES: dict[str, tuple[State, str]] = {
     "auto": (auto, "got AutoState: it changes buckets and hooks, by the clock"),
     "wrapped": (
         lambda model: (ddp.CrossoverState(), ddp.crossover_wrapper(allreduce_hook)),
-        "got crossover_wrapper: another library adds in an order",
+        "got CrossoverState: another library's hook adds in an order",
     ),
 }
 
@@ -177,16 +177,7 @@ def refusal_of_hook(rank: int, world_size: int, name: str) -> tuple[str, int]:
     return message, ranks.step
 
 
-NAMED_WRONGLY = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the error names crossover_wrapper"
-)
-AVERAGING = ("local-sgd", "elastic")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=NAMED_WRONGLY if each in AVERAGING else ()) for each in STATES],
-)
+@pytest.mark.parametrize("name", STATES)
 def test_hooks_are_refused_by_name(name: str) -> None:
     words = STATES[name][1]
     for message, steps in run_ranks(refusal_of_hook, 2, args=(name,)):
@@ -342,14 +333,7 @@ def test_a_loss_before_the_first_micro_batch_is_refused(ranks_of_two: Made) -> N
     "name",
     [
         "0.bias",
-        pytest.param(
-            "0.weight",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason="a bucket whose first parameter is unknown travels without a fold",
-            ),
-        ),
+        "0.weight",
     ],
 )
 def test_a_parameter_that_is_trained_later_is_refused(name: str) -> None:
