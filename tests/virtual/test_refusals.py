@@ -223,10 +223,23 @@ def late_hook(rank: int, world_size: int, hook: str) -> tuple[str, str]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("hook", ["none", "torch"])
 def test_steps_without_a_hook_of_the_package_are_refused_and_repeated(hook: str, size: int) -> None:
+    words = "no hook" if hook == "none" else "torch's allreduce_hook"
     for message, found in run_ranks(late_hook, size, args=(hook,)):
-        assert message.startswith(EXPECTED_HOOK)
+        assert message.startswith(f"{EXPECTED_HOOK}, got {words}")
         if found:
             assert found == run_ranks(hash_of_job, 1, args=(Job("gpt", steps=3),))[0]
+
+
+def test_a_step_without_a_backward_is_refused(ranks_of_two: Made) -> None:
+    model, ranks = ranks_of_two
+    with ranks.micro_batch():
+        model(torch.ones(2, 4)).sum().backward()
+    with (
+        pytest.raises(ddp.UnsupportedConfigurationError, match="there was no backward"),
+        ranks.micro_batch(),
+    ):
+        model(torch.ones(2, 4))
+    assert (ranks.step, ranks.is_step_end) == (0, False)
 
 
 def refusal_of_job(rank: int, world_size: int, job: Job) -> str:
