@@ -230,18 +230,6 @@ def test_steps_without_a_hook_of_the_package_are_refused_and_repeated(hook: str,
             assert found == run_ranks(hash_of_job, 1, args=(Job("gpt", steps=3),))[0]
 
 
-def test_a_step_without_a_backward_is_refused(ranks_of_two: Made) -> None:
-    model, ranks = ranks_of_two
-    with ranks.micro_batch():
-        model(torch.ones(2, 4)).sum().backward()
-    with (
-        pytest.raises(ddp.UnsupportedConfigurationError, match="there was no backward"),
-        ranks.micro_batch(),
-    ):
-        model(torch.ones(2, 4))
-    assert (ranks.step, ranks.is_step_end) == (0, False)
-
-
 def refusal_of_job(rank: int, world_size: int, job: Job) -> str:
     running = Running(job)
     message = error_of(lambda: running.run())
@@ -323,6 +311,18 @@ def test_nested_micro_batches_are_refused(ranks_of_two: Made) -> None:
                 pass
     train(model, ranks)
     assert ranks.step == 1
+
+
+def test_a_step_without_a_backward_is_refused(ranks_of_two: Made) -> None:
+    model, ranks = ranks_of_two
+    with ranks.micro_batch():
+        model(torch.ones(2, 4)).sum().backward()
+    with (
+        pytest.raises(ddp.UnsupportedConfigurationError, match="there was no backward"),
+        ranks.micro_batch(),
+    ):
+        model(torch.ones(2, 4))
+    assert (ranks.step, ranks.is_step_end) == (0, False)
 
 
 def test_batches_that_end_within_a_step_are_refused(ranks_of_two: Made) -> None:
