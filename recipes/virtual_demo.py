@@ -201,8 +201,9 @@ def draw(path: Path, alone: Attempt, attempts: Sequence[Attempt], hashes: Sequen
         color = f"C{before.size}"
         steps = [step for step in before.losses if step < kept]
         axes.plot(steps, [before.losses[step] for step in steps], color=color)
-        lost = [step for step in before.losses if step >= kept - 1]
-        axes.plot(lost, [before.losses[step] for step in lost], ":", color=color, linewidth=1)
+        lost = [step for step in before.losses if step >= kept]
+        losses = [before.losses[step] for step in lost]
+        axes.plot(lost, losses, "o", color=color, markersize=7, fillstyle="none")
         if after is not None:
             last = max(before.losses)
             axes.plot(last, before.losses[last], "x", color=color)
@@ -210,10 +211,10 @@ def draw(path: Path, alone: Attempt, attempts: Sequence[Attempt], hashes: Sequen
     axes.set_title(
         f"{COUNT} virtual ranks: one hash, {hashes[0]}" if one else f"two hashes: {hashes}"
     )
-    axes.set_xlabel("step (×: all ranks killed; dotted: work lost since the latest checkpoint)")
+    axes.set_xlabel("step (×: all ranks killed; circles: steps lost since the latest checkpoint)")
     axes.set_ylabel("mean loss")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> int:
@@ -240,7 +241,11 @@ def main() -> int:
     print(f"1 rank without a break: {args.steps} steps, loss {alone.losses[args.steps]:.6f}")
     chance = random.Random(args.seed)
     attempts: list[Attempt] = []
-    kills: list[int | None] = [*sorted(chance.sample(range(1, args.steps), args.kills)), None]
+    share = args.steps // (args.kills + 1)
+    kills: list[int | None] = [
+        number * share + chance.randrange(share) for number in range(1, args.kills + 1)
+    ]
+    kills.append(None)
     for number, killed_at in enumerate(kills):
         others = [size for size in SIZES if not attempts or size != attempts[-1].size]
         size = chance.choice(others)
