@@ -9,6 +9,8 @@ of its own; the fold into DDP's buckets is our design.
 """
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
@@ -35,7 +37,8 @@ __all__ = ["VirtualRanks"]
 
 Batch = TypeVar("Batch")
 
-_HAS_RANKS: Final = "_crossover_ddp_virtual_ranks"
+# The virtual ranks of each model, as long as both are alive.
+_known: "weakref.WeakValueDictionary[int, VirtualRanks]" = weakref.WeakValueDictionary()
 _END: Final = object()
 _NO_GRADIENTS: Final = (
     "expected a hook of this package to get the gradients of a step's last micro-batch"
@@ -67,7 +70,8 @@ class VirtualRanks:
 
     Gradients, losses, samples, random numbers and BatchNorm's statistics are those of a job with
     ``count`` ranks, bit for bit, on any number of ranks up to ``count``. So a job can be resumed on
-    fewer or more devices and continues the same curve. docs/virtual.md lists the conditions.
+    fewer or more devices and continues the same curve. docs/virtual.md lists the conditions. The
+    gradients of a step begin at zero, whether or not the loop has called ``zero_grad()``.
 
     Use it beside `reduce_scatter_all_gather_hook`, `crossover_hook`, `decoupled_hook`, `owner_hook`
     or `muon_hook`. Each rank runs its micro-batches one after the other, the first ones without an
@@ -117,8 +121,7 @@ class VirtualRanks:
         self._buffers = StepBuffers(
             model.module,
             is_broadcast=wants_buffers_broadcast(model),
-            has_first=self.own[0] == 0,
-            is_shared=len(self.own) > 1,
+            has_first=self.own[0] == 0 and len(self.own) > 1,
         )
         # The place of the latest micro-batch among those of its step, or None before the first one.
         self._at: int | None = None
@@ -127,10 +130,14 @@ class VirtualRanks:
         self._losses: list[tuple[int, int, Tensor]] = []  # step, virtual rank, loss
         # Frozen ones as well: the fold refuses them once they are trained.
         set_fold([*model.module.parameters()], self._folding)
-        setattr(model, _HAS_RANKS, True)
-        if self._buffers.are_needed():
-            before = OwnHook(uncompiled(self._before_forward))
+        _known[id(model)] = self
+        if any(True for _ in model.module.buffers()):
+            before, after = (
+                OwnHook(uncompiled(functools.partial(_call, weakref.ref(self), name)))
+                for name in ("before_forward", "after_forward")
+            )
             model.module.register_forward_pre_hook(before, prepend=True)
+            model.module.register_forward_hook(after)
 
     # --- the loop ---
 
@@ -161,8 +168,15 @@ class VirtualRanks:
             options: other options of ``DataLoader``, such as ``num_workers`` and ``collate_fn``.
 
         On failure: ``TypeError`` for an ``IterableDataset``; ``ValueError`` if an epoch would have
-        no step.
+        no step, for a ``batch_size`` below 1 and for ``in_order=False``.
         """
+        if batch_size < 1:
+            raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+        if not options.get("in_order", True):
+            raise ValueError(
+                "expected micro-batches in order, got in_order=False: virtual ranks would get each "
+                "other's samples; leave in_order out"
+            )
         if isinstance(dataset, IterableDataset):
             raise TypeError(
                 "expected a dataset with a length, got an IterableDataset, whose samples cannot be "
@@ -234,8 +248,9 @@ class VirtualRanks:
         """Run the micro-batch with this place among the step's."""
         if self._is_inside:
             raise RuntimeError(
-                "expected one micro-batch at a time, got one inside of another; micro_batches() "
-                "enters micro_batch() itself"
+                "expected one micro-batch at a time, got one inside of another: micro_batches() enters "
+                "micro_batch() itself, and a loop that has ended early still runs while its iterator "
+                "is referenced; write ranks.micro_batches(tqdm(loader)), not the other way round"
             )
         if not self._is_hook_known:
             _check_hook(self._model)
@@ -253,33 +268,46 @@ class VirtualRanks:
         except BaseException:
             self._at = None
             self._buffers.abandon_step()
+            if is_last and self._folding.awaits_buckets:
+                # DDP still expects the backward of a forward that has run.
+                getattr(self._model.reducer, torch_private.RESET_REDUCER, _nothing)()
             self._losses = [each for each in self._losses if each[0] < self.step]
             raise
         finally:
             self._is_inside = False
         if not is_last:
             self._folding.end(self.own[at])
-            self._buffers.end(is_first=at == 0)
         elif self._folding.awaits_buckets:
             self._at = None
             raise UnsupportedConfigurationError(
-                f"{_NO_GRADIENTS}, got none: there was no backward(), or the registered hook calls "
-                f"none of this package; {_REGISTER}, and call backward() once in each micro-batch"
+                f"{_NO_GRADIENTS}, got none: there was no backward(), a parameter got no gradient "
+                f"(frozen since, or unused), or the registered hook calls none of this package; "
+                f"{_REGISTER}, and call backward() once in each micro-batch"
             )
+        self._buffers.end(is_first=at == 0)
 
     @property
     def is_step_end(self) -> bool:
         """Whether the latest micro-batch is the last one of a step on this rank."""
         return self._at == len(self.own) - 1
 
-    def report(self, loss: Tensor) -> None:
-        """Record the loss of the micro-batch that runs, for `losses`. It does not wait for a device."""
+    def report(self, loss: Tensor | float) -> None:
+        """Record the loss of the micro-batch that runs, for `losses`. It does not wait for a device.
+
+        On failure: ``RuntimeError`` before the first micro-batch; ``ValueError`` unless it is one
+        number.
+        """
+        value = torch.as_tensor(loss).detach().clone()
+        if value.numel() != 1:
+            raise ValueError(
+                f"expected one number, got loss of shape {tuple(value.shape)}; report loss.mean()"
+            )
         if self._at is None:
             raise RuntimeError(
                 "expected report() in or after a micro-batch, got it before; move it"
             )
         step = self.step - (self.is_step_end and not self._folding.awaits_buckets)
-        self._losses.append((step, self.own[self._at], loss.detach()))
+        self._losses.append((step, self.own[self._at], value))
 
     def losses(self) -> list[float]:
         """Return the losses that all virtual ranks have reported since the last call.
@@ -292,7 +320,8 @@ class VirtualRanks:
         mine = [(step, v, float(loss)) for step, v, loss in self._losses]
         self._losses = []
         gathered = gather_objects(self._model.process_group, mine)
-        return [loss for _, _, loss in sorted(each for of_rank in gathered for each in of_rank)]
+        every = [each for of_rank in gathered for each in of_rank]
+        return [loss for _, _, loss in sorted(every, key=lambda each: each[:2])]
 
     # --- checkpoints ---
 
@@ -323,6 +352,11 @@ class VirtualRanks:
         On failure: ``ValueError`` if anything but the number of ranks differs that changes bits; the
         message names the bits.
         """
+        if self._is_inside:
+            raise RuntimeError(
+                "expected load_state_dict() before the loop, got it inside of a micro-batch, whose "
+                "samples come from another step; end the loop first"
+            )
         mine = self.state_dict()
         check_keys(state, {*mine}, "the keys of VirtualRanks.state_dict()")
         differing = [key for key in _CHANGES if state[key] != mine[key]]
@@ -335,20 +369,27 @@ class VirtualRanks:
             raise ValueError(f"expected to resume where the job began, got {found}")
         self.step = int(state["step"])
         self._at = None
+        self._losses = []
 
     # --- within a step ---
 
     def _next(self) -> int:
         return 0 if self._at is None or self.is_step_end else self._at + 1
 
-    def _before_forward(self, module: nn.Module, *_: Any) -> None:
-        if self._is_inside and module.training and torch.is_grad_enabled():
-            self._buffers.before_forward()
-
     def _ends_step(self) -> None:
         self._buffers.end_step()
         # Counted here, so that a checkpoint behind optimizer.step() has it even if the loop ends.
         self.step += 1
+
+
+def _nothing() -> None:
+    return None
+
+
+def _call(ranks: "weakref.ref[VirtualRanks]", name: str, *_: Any) -> None:
+    """Call a method of the buffers in a hook of the module."""
+    if (known := ranks()) is not None and known._is_inside:
+        getattr(known._buffers, name)()
 
 
 def _check_hook(model: DistributedDataParallel) -> None:
@@ -370,8 +411,10 @@ def _check(model: DistributedDataParallel, count: int) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"expected a DistributedDataParallel, got model={type(model).__name__}; wrap the model "
-            "first"
+            "first, and pass the DDP model itself, also if torch.compile wraps it"
         )
+    if not isinstance(count, int):
+        raise TypeError(f"expected a whole number, got count={count!r}")
     size = model.process_group.size()
     if count < size:
         raise ValueError(
@@ -379,7 +422,8 @@ def _check(model: DistributedDataParallel, count: int) -> None:
             "virtual rank; use fewer ranks, or more virtual ranks from the first step on"
         )
     found = ""
-    if hasattr(model, _HAS_RANKS):
+    known = _known.get(id(model))
+    if known is not None and known._model is model:
         found = "one that has virtual ranks already; use the first VirtualRanks"
     elif model.find_unused_parameters:
         found = (
@@ -403,8 +447,11 @@ def _check(model: DistributedDataParallel, count: int) -> None:
                 f"broadcast_buffers=False and running statistics in {name!r}: each rank would keep "
                 "its own; pass broadcast_buffers=True"
             )
+    ignored = getattr(model, torch_private.IGNORED_NAMES, ())
     for name, parameter in model.module.named_parameters():
         if parameter.is_complex():
             found = f"complex parameter {name!r}: use pairs of real numbers"
+        if name in ignored and parameter.requires_grad:
+            found = f"parameter {name!r}, which DDP was told to ignore: each rank has its own"
     if found:
         raise UnsupportedConfigurationError(f"expected a model for VirtualRanks, got {found}")

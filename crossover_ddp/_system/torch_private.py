@@ -79,6 +79,11 @@ JOIN_CONFIG: Final = "_join_config"
 # does not name this cause. Guard: tests/journeys/test_replicas.py, "unfrozen".
 ZERO_BUCKETS: Final = "_get_zeros_like_grad_buckets"
 
+# A method of DDP's reducer that forgets a forward whose backward did not run. Without it: a step of
+# virtual ranks that an exception has ended between the two cannot begin again.
+# Guard: tests/virtual/test_steps.py, "between".
+RESET_REDUCER: Final = "_reset_state"
+
 # The names of parameters and buffers that DDP leaves alone, as set by the model's
 # _set_params_and_buffers_to_ignore_for_model. Without it: they are compared like all others.
 # Guard: tests/journeys/test_replicas.py, "on purpose".

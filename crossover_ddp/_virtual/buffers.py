@@ -9,7 +9,8 @@ micro-batch, which virtual ranks on one rank cannot do. And without ``broadcast_
 virtual rank would need its own. Both are refused if forward changes such a buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,73 +20,97 @@ from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
 
 
+class _Kept(NamedTuple):
+    """One buffer of a module, and a copy of its values."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    values: Tensor
+
+    @property
+    def is_changed(self) -> bool:
+        now = self.module._buffers.get(self.name)
+        return now is None or now.shape != self.values.shape or not torch.equal(now, self.values)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether forward may read it; see [Note: buffers that forward reads]."""
+        return not (isinstance(self.module, _NormBase) and self.module.training)
+
+
 class StepBuffers:
     """The buffers of a module during a step.
 
     Args:
         module: the module inside DDP.
         is_broadcast: whether DDP broadcasts rank 0's buffers.
-        has_first: whether this rank has virtual rank 0.
-        is_shared: whether this rank has several virtual ranks.
+        has_first: whether this rank has virtual rank 0, and others.
     """
 
-    def __init__(
-        self, module: nn.Module, *, is_broadcast: bool, has_first: bool, is_shared: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, *, is_broadcast: bool, has_first: bool) -> None:
         self._module = module
         self._is_broadcast = is_broadcast
         self._has_first = has_first
-        self._is_shared = is_shared
-        self._begun: Sequence[Tensor] = ()
-        self._kept: Sequence[Tensor] = ()
+        self._begun: Sequence[_Kept] = ()
+        self._first: Sequence[_Kept] = ()  # virtual rank 0's
         self._awaits_forward = False
-
-    def are_needed(self) -> bool:
-        """Return whether `before_forward` must be called."""
-        return any(self._is_shared or is_read for _, is_read in self._buffers())
+        # Whether the step's last backward has run.
+        self._is_over = False
 
     def begin(self, *, is_first: bool) -> None:
         """Begin a micro-batch. ``is_first``: it is the step's first one on this rank."""
         self._awaits_forward = True
         if is_first:
-            self._begun = self._kept = ()
+            self._forget()
 
     def before_forward(self) -> None:
         """Give a micro-batch the buffers that the step began with.
 
         DDP has broadcast rank 0's by then, if the step is about to begin.
         """
+        if self._is_over:
+            return
         if not self._awaits_forward:
             self._check_unchanged(
                 "one forward in each micro-batch, got a second one: DDP gives it the buffers of "
                 "rank 0's first one, which differ on each number of ranks; call the model once"
             )
         elif self._begun:
-            self._write(self._begun)
+            _write(self._begun)
         else:
             self._begun = self._copies()
         self._awaits_forward = False
 
+    def after_forward(self) -> None:
+        """Keep the buffers that `end_step` wrote, if a forward follows the step's last backward."""
+        if self._is_over and self._module.training:
+            _write(self._first)
+
     def end(self, *, is_first: bool) -> None:
         """End a micro-batch. Virtual rank 0's buffers are kept for the end of the step."""
+        if self._is_over:
+            return self._forget()
         self._awaits_forward = False
         self._check_broadcast()
-        if is_first and self._has_first and self._is_shared:
-            self._kept = self._copies()
+        if is_first and self._has_first:
+            self._first = self._copies()
 
     def end_step(self) -> None:
         """Put virtual rank 0's buffers in place, before DDP or a hook sends them to all ranks."""
         self._check_broadcast()
-        if self._kept:
-            self._write(self._kept)
-        self._begun = self._kept = ()
+        _write(self._first)
+        self._is_over = True
 
     def abandon_step(self) -> None:
         """Put the buffers in place that the step began with, since it will begin again."""
-        if self._begun:
-            self._write(self._begun)
-        self._begun = self._kept = ()
-        self._awaits_forward = False
+        if not self._is_over:
+            _write(self._begun)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._begun = self._first = ()
+        self._is_over = False
 
     def _check_broadcast(self) -> None:
         if not self._is_broadcast:
@@ -96,31 +121,31 @@ class StepBuffers:
 
     def _check_unchanged(self, expected: str) -> None:
         """See [Note: buffers that forward reads]."""
-        buffers = self._buffers()
-        for (name, is_read), buffer, begun in zip(
-            buffers, self._module.buffers(), self._begun, strict=False
-        ):
-            if is_read and not torch.equal(buffer, begun):
+        for kept in self._begun:
+            if kept.is_read and kept.is_changed:
                 raise UnsupportedConfigurationError(
-                    f"forward changes the buffer {name!r}, so VirtualRanks expected {expected}"
+                    f"forward changes the buffer {kept.name!r} of a {type(kept.module).__name__}, so "
+                    f"VirtualRanks expected {expected}"
                 )
 
-    def _buffers(self) -> list[tuple[str, bool]]:
-        """Return the name of each buffer, and whether forward may read it in training."""
-        norms = {
-            id(buffer)
-            for module in self._module.modules()
-            if isinstance(module, _NormBase)
-            for buffer in module.buffers(recurse=False)
-        }
-        return [(name, id(buffer) not in norms) for name, buffer in self._module.named_buffers()]
+    def _copies(self) -> Sequence[_Kept]:
+        return [
+            _Kept(module, name, buffer, buffer.detach().clone())
+            for module, name, buffer in _buffers_of(self._module)
+        ]
 
-    def _copies(self) -> Sequence[Tensor]:
-        return [buffer.detach().clone() for buffer in self._module.buffers()]
 
-    def _write(self, values: Sequence[Tensor]) -> None:
-        buffers = list(self._module.buffers())
-        # Autograd may have saved buffers. As with DDP's broadcast, it must not see a new version.
-        with torch.no_grad(), torch_private.preserved_versions(tuple(buffers)):
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+def _buffers_of(root: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def _write(values: Sequence[_Kept]) -> None:
+    buffers = [kept.buffer for kept in values]
+    # Autograd may have saved buffers. As with DDP's broadcast, it must not see a new version.
+    with torch.no_grad(), torch_private.preserved_versions(tuple(buffers)):
+        for kept in values:
+            kept.buffer.copy_(kept.values)
+            kept.module._buffers[kept.name] = kept.buffer  # forward may have registered another one

@@ -7,9 +7,6 @@ them to DDP's buckets before any hook reads these. So hooks need not know of vir
 [Note: division at the root] Gradients are added as they are, and the owner of a shard divides the
 sum by the number of virtual ranks. This rounds once, and costs less than a division of each addend.
 In float16 the sum may overflow, so there each leaf is divided instead.
-
-[Note: autograd adds] A left leaf stays in ``p.grad`` while the micro-batch of its right sibling
-runs. So autograd adds the two, in the same order as we would, while the addend is in the cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crossover_ddp._ddp.checks import check_not_joined
+from crossover_ddp._ddp.checks import check_not_joined, flat_gradients
 from crossover_ddp._engine.buckets import contents_of, part_of, view_of
 from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
@@ -63,8 +60,6 @@ class Folding:
         self._index = {id(p): index for index, p in enumerate(self.parameters)}
         self._divides_leaves = any(p.dtype == torch.float16 for p in self.parameters)
         self._sums: PartialSums[Gradients] = PartialSums(count, _added)
-        # The first leaf whose gradient is in ``p.grad``.
-        self._first = 0
         # Whether the buckets of the step's last micro-batch are due.
         self._is_due = False
         # By bucket, the sums that travel beside it.
@@ -80,25 +75,24 @@ class Folding:
             p.grad = None
 
     def begin(self, leaf: int) -> None:
-        """Begin the micro-batch of a leaf; see [Note: autograd adds]."""
-        self._first = leaf
-        if not self._divides_leaves and self._sums.ends_with_sibling(leaf, leaf + 1):
-            left = self._sums.nodes[-1]
-            if left.stop - left.start == 1:
-                self._first = self._sums.nodes.pop().start
-                for p, gradient in zip(self.parameters, left.value, strict=True):
-                    p.grad = gradient
+        """Begin the micro-batch of a leaf."""
         self._is_due = leaf == self.leaves[-1]
 
     @torch.no_grad()
     def end(self, leaf: int) -> None:
         """Take the gradients of a micro-batch that is not the step's last one."""
+        if all(p.grad is None for p in self.parameters):
+            raise UnsupportedConfigurationError(
+                "expected gradients at the end of a micro-batch, got none: there was no backward(), or "
+                "zero_grad() followed it; call zero_grad() only at the end of a step, and for a loss "
+                "that you drop, call (0 * loss).backward(), or skip the step on all ranks"
+            )
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         if self._divides_leaves:
             torch._foreach_div_(gradients, self.count)
-        self._sums.push(self._first, leaf + 1, gradients)
+        self._sums.push(leaf, leaf + 1, gradients)
 
     @property
     def awaits_buckets(self) -> bool:
@@ -113,7 +107,7 @@ class Folding:
         self._check(grad_bucket, state, is_wrapped=is_wrapped)
         flat = grad_bucket.buffer().data
         if self._divides_leaves:
-            flat.div_(self.count)
+            torch._foreach_div_([flat], self.count)  # as leaves are divided
         if self._sums.nodes:
             self._beside[grad_bucket.index()] = self._add(grad_bucket, flat)
         if grad_bucket.is_last():
@@ -127,7 +121,7 @@ class Folding:
         indices = [self._index[id(each.parameter)] for each in contents]
         views = [each.gradient.data for each in contents]
         beside: list[Tensor] = []
-        start = self._first
+        start = self.leaves[-1]
         for left in reversed(self._sums.nodes):
             addends = [left.value[index] for index in indices]
             if not beside and self._is_sibling(left, start):
@@ -155,7 +149,9 @@ class Folding:
         if not self._is_due:
             raise UnsupportedConfigurationError(
                 "expected one backward() in each micro-batch of VirtualRanks, got another one; call "
-                "it once, inside `for batch in ranks.micro_batches(...)` or `with ranks.micro_batch()`"
+                "it once, inside `for batch in ranks.micro_batches(...)` or `with ranks.micro_batch()`, "
+                "do not set require_backward_grad_sync, and let nothing fetch from micro_batches() "
+                "ahead of the loop"
             )
         if any(id(p) not in self._index for p in grad_bucket.parameters()):
             raise UnsupportedConfigurationError(
@@ -163,6 +159,7 @@ class Folding:
                 "of another parameter; create VirtualRanks when all parameters that will be trained "
                 "have requires_grad=True"
             )
+        flat_gradients(grad_bucket)
         check_not_joined(self._model, "all virtual ranks take part in each step")
         why = ""
         if isinstance(state, HookState):

@@ -65,7 +65,7 @@ class GPT(nn.Module):
         return logits
 
 
-MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = {"mlp": mlp, "cnn": cnn, "gpt": GPT}
+MODELS: Final[dict[str, Callable[[], nn.Module]]] = {"mlp": mlp, "cnn": cnn, "gpt": GPT}
 SHAPES: Final = {"mlp": (20,), "cnn": (3, 8, 8)}
 
 

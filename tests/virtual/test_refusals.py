@@ -305,7 +305,7 @@ def test_a_micro_batch_without_backward_is_refused(ranks_of_two: Made) -> None:
 
 def test_nested_micro_batches_are_refused(ranks_of_two: Made) -> None:
     model, ranks = ranks_of_two
-    with pytest.raises(RuntimeError, match="one inside of another; micro_batches"):
+    with pytest.raises(RuntimeError, match="one inside of another: micro_batches"):
         for _ in ranks.micro_batches([0, 1]):
             with ranks.micro_batch():
                 pass

@@ -201,3 +201,37 @@ def losses_of_two_steps(rank: int, world_size: int) -> list[float]:
 
 def test_losses_of_several_steps_are_in_the_order_of_steps() -> None:
     assert run_ranks(losses_of_two_steps, 2) == [[0, 1, 2, 3, 10, 11, 12, 13]] * 2
+
+
+def test_a_micro_batch_without_a_gradient_is_refused() -> None:
+    model, ranks = small(2)
+    expected = pytest.raises(ddp.UnsupportedConfigurationError, match="there was no backward")
+    with expected, ranks.micro_batch():
+        model(torch.ones(3))
+
+
+def test_losses_of_one_micro_batch_keep_their_order() -> None:
+    model, ranks = small(1)
+    with ranks.micro_batch():
+        loss = model(torch.ones(3)).sum()
+        loss.backward()
+        for reported in (torch.tensor(2.0), -7, torch.tensor(1.0)):
+            ranks.report(reported)
+    with pytest.raises(ValueError, match=r"got loss of shape \(3,\); report loss.mean"):
+        ranks.report(torch.ones(3))
+    changed = torch.ones(())
+    ranks.report(changed)
+    changed.zero_()
+    assert ranks.losses() == [2.0, -7.0, 1.0, 1.0]
+
+
+def test_a_state_is_loaded_between_loops_only() -> None:
+    model, ranks = small(1)
+    state = ranks.state_dict()
+    for batch in ranks.micro_batches([torch.ones(3)]):
+        model(batch).sum().backward()
+        ranks.report(1.0)
+        with pytest.raises(RuntimeError, match=r"expected load_state_dict\(\) before the loop"):
+            ranks.load_state_dict(state)
+    ranks.load_state_dict(state)
+    assert (ranks.step, ranks.losses()) == (0, [])

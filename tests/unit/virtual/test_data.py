@@ -229,3 +229,13 @@ def test_datasets_without_a_step_are_refused() -> None:
         loader_of(ranks, Numbers(0), 4, drop_last=False)
     assert len([*loader_of(ranks, Numbers(12), 4)]) == 3
     assert len([*loader_of(ranks, Numbers(11), 4, drop_last=False)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "words"), [(2, {"in_order": False}, "in_order=False"), (0, {}, "got 0")]
+)
+def test_options_that_mix_samples_are_refused(
+    batch: int, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        loader_of(alone(2), Numbers(8), batch, **options)
