@@ -18,6 +18,8 @@ from tests.harness.oracles import tree_sum
 
 from .jobs import MODELS, SEED, Augmented, Job, Running, hash_of, hash_of_job, optimizers_of
 
+pytestmark = pytest.mark.torch_version
+
 
 def hash_of_ddp(rank: int, world_size: int, job: Job) -> str:
     """Run a job of as many ranks by torch's own means, with the split hook or none."""
