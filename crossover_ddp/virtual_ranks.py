@@ -92,8 +92,8 @@ class VirtualRanks:
     On failure: ``TypeError`` if ``model`` is not a DDP model, and ``ValueError`` for other values of
     ``count``. ``UnsupportedConfigurationError`` for ``SyncBatchNorm``, for BatchNorm with
     ``broadcast_buffers=False``, for ``find_unused_parameters=True``, ``static_graph=True`` and complex
-    parameters, and for a model that already has virtual ranks. ``backward()`` raises it for states with a codec, other
-    states and hooks of other libraries.
+    parameters, and for a model that already has virtual ranks. ``backward()`` raises it for states
+    with a codec, other states and hooks of other libraries.
 
     Not collective, but all ranks must create it with the same arguments.
 
@@ -265,6 +265,15 @@ class VirtualRanks:
             self._at = at
             with contextlib.nullcontext() if is_last else self._model.no_sync():
                 yield
+            if not is_last:
+                self._folding.end(self.own[at])
+            elif self._folding.awaits_buckets:
+                raise UnsupportedConfigurationError(
+                    f"{_NO_GRADIENTS}, got none: there was no backward(), a parameter got no gradient "
+                    "(frozen since, or unused), or the registered hook calls none of this package; "
+                    f"{_REGISTER}, and call backward() once in each micro-batch"
+                )
+            self._buffers.end(is_first=at == 0)
         except BaseException:
             self._at = None
             self._buffers.abandon_step()
@@ -275,16 +284,6 @@ class VirtualRanks:
             raise
         finally:
             self._is_inside = False
-        if not is_last:
-            self._folding.end(self.own[at])
-        elif self._folding.awaits_buckets:
-            self._at = None
-            raise UnsupportedConfigurationError(
-                f"{_NO_GRADIENTS}, got none: there was no backward(), a parameter got no gradient "
-                f"(frozen since, or unused), or the registered hook calls none of this package; "
-                f"{_REGISTER}, and call backward() once in each micro-batch"
-            )
-        self._buffers.end(is_first=at == 0)
 
     @property
     def is_step_end(self) -> bool:

@@ -208,6 +208,10 @@ def test_a_micro_batch_without_a_gradient_is_refused() -> None:
     expected = pytest.raises(ddp.UnsupportedConfigurationError, match="there was no backward")
     with expected, ranks.micro_batch():
         model(torch.ones(3))
+    for number in (1.0, 3.0):  # the step begins again
+        with ranks.micro_batch():
+            model(torch.full((3,), number)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
 
 
 def test_losses_of_one_micro_batch_keep_their_order() -> None:
