@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -26,7 +25,7 @@ from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import set_fold
 from crossover_ddp._engine.states import HookState
 from crossover_ddp._system import torch_private
-from crossover_ddp._virtual.buffers import StepBuffers
+from crossover_ddp._virtual.buffers import NORMS, StepBuffers
 from crossover_ddp._virtual.data import SeededDataset, VirtualSampler, as_made
 from crossover_ddp._virtual.folding import Folding
 from crossover_ddp._virtual.seeds import mixed, seeded
@@ -441,7 +440,7 @@ def _check(model: DistributedDataParallel, count: int) -> None:
                 f"SyncBatchNorm in {name!r}: it computes statistics over the real ranks; use "
                 "BatchNorm, as in a job of count ranks without SyncBatchNorm"
             )
-        elif isinstance(module, _NormBase) and module.track_running_stats and not is_broadcast:
+        elif isinstance(module, NORMS) and module.track_running_stats and not is_broadcast:
             found = (
                 f"broadcast_buffers=False and running statistics in {name!r}: each rank would keep "
                 "its own; pass broadcast_buffers=True"

@@ -10,14 +10,19 @@ virtual rank would need its own. Both are refused if forward changes such a buff
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from crossover_ddp._system import torch_private
 from crossover_ddp.errors import UnsupportedConfigurationError
+
+# Modules with running statistics.
+NORMS: Final = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class _Kept(NamedTuple):
@@ -36,7 +41,7 @@ class _Kept(NamedTuple):
     @property
     def is_read(self) -> bool:
         """Whether forward may read it; see [Note: buffers that forward reads]."""
-        return not (isinstance(self.module, _NormBase) and self.module.training)
+        return not (isinstance(self.module, NORMS) and self.module.training)
 
 
 class StepBuffers:

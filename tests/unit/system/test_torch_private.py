@@ -91,6 +91,7 @@ def test_the_installed_torch_has_the_names() -> None:
     assert all(hasattr(model, name) for name in torch_private.NEEDED_FOR_BUFFERS)
     assert torch_private.is_broadcast_due(model) in (True, False)
     assert hasattr(model.reducer, torch_private.ZERO_BUCKETS)
+    assert hasattr(model.reducer, torch_private.RESET_REDUCER)
     assert getattr(model, torch_private.COMM_HOOKS) == []
     assert "buffer_hook" in inspect.getsource(DistributedDataParallel)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
