@@ -341,7 +341,16 @@ def crossover_wrapper(hook: Hook) -> Hook:
         def plain(*_: object) -> torch.futures.Future[torch.Tensor]:
             return hook(state.hook_state, bucket)
 
-        return run_hook(state, bucket, CrossoverState, _REMEDY, start, compares=False, plain=plain)
+        return run_hook(
+            state,
+            bucket,
+            CrossoverState,
+            _REMEDY,
+            start,
+            compares=False,
+            is_wrapped=True,
+            plain=plain,
+        )
 
     return crossover_wrapped_hook
 

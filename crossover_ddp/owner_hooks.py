@@ -240,7 +240,7 @@ class OwnerState(DeferredState, ResidualState, Owning):
         """Clip the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
         For the 2-norm that function works as well, and gives the same result. For any other norm,
-        call this one: the ranks then exchange two numbers each. Arguments, result and failures are
+        call this one: the ranks then exchange one number for each parameter. Arguments, result and failures are
         those of `DecoupledState.clip_grad_norm_`.
 
         **Collective**: all ranks of the job.

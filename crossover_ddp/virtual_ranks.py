@@ -23,6 +23,7 @@ from crossover_ddp._ddp.checks import check_keys, wants_buffers_broadcast
 from crossover_ddp._ddp.compiled import OwnHook, uncompiled
 from crossover_ddp._ddp.groups import gather_objects
 from crossover_ddp._engine.buckets import set_fold
+from crossover_ddp._engine.journeys import nothing
 from crossover_ddp._engine.states import HookState
 from crossover_ddp._system import torch_private
 from crossover_ddp._virtual.buffers import NORMS, StepBuffers
@@ -75,7 +76,8 @@ class VirtualRanks:
     Use it beside `reduce_scatter_all_gather_hook`, `crossover_hook`, `decoupled_hook`, `owner_hook`
     or `muon_hook`. Each rank runs its micro-batches one after the other, the first ones without an
     exchange. Then a step sends as many bytes as with DDP, if each rank has 1, 2, 4, 8, … virtual
-    ranks. Otherwise it sends up to 1.5 times as many in total, and `owner_hook` and `muon_hook` refuse.
+    ranks. Otherwise all ranks together send up to 1.5 times as many, and `owner_hook` and `muon_hook`
+    refuse to train.
     Memory grows by about log2(``count`` / ranks) times the gradients.
 
     Args:
@@ -90,9 +92,9 @@ class VirtualRanks:
 
     On failure: ``TypeError`` if ``model`` is not a DDP model, and ``ValueError`` for other values of
     ``count``. ``UnsupportedConfigurationError`` for ``SyncBatchNorm``, for BatchNorm with
-    ``broadcast_buffers=False``, for ``find_unused_parameters=True``, ``static_graph=True`` and complex
-    parameters, and for a model that already has virtual ranks. ``backward()`` raises it for states
-    with a codec, other states and hooks of other libraries.
+    ``broadcast_buffers=False``, ``find_unused_parameters=True``, ``static_graph=True``, parameters that
+    are complex or that DDP ignores, and a model that already has virtual ranks. ``backward()`` raises
+    it for a state with a codec, for other states and for hooks of other libraries.
 
     Not collective, but all ranks must create it with the same arguments.
 
@@ -206,7 +208,7 @@ class VirtualRanks:
             batches: for each step, one micro-batch for each virtual rank of `own`, such as `loader`
                 yields. Random numbers that it draws in this process are those of the virtual rank.
 
-        On failure: ``ValueError`` if ``batches`` ends within a step.
+        On failure: ``ValueError`` if ``batches`` ends within a step, and as `micro_batch`.
         """
         self._at = None
         iterator = iter(batches)
@@ -219,6 +221,7 @@ class VirtualRanks:
                 with self._within(at):
                     yield batch
         if at:
+            self._abandon_step()
             raise ValueError(
                 f"expected {len(self.own)} micro-batches for each step on this rank, got {at} for "
                 "the last one; use ranks.loader, or drop the last ones"
@@ -274,12 +277,10 @@ class VirtualRanks:
                 )
             self._buffers.end(is_first=at == 0)
         except BaseException:
-            self._at = None
-            self._buffers.abandon_step()
+            self._abandon_step()
             if is_last and self._folding.awaits_buckets:
                 # DDP still expects the backward of a forward that has run.
-                getattr(self._model.reducer, torch_private.RESET_REDUCER, _nothing)()
-            self._losses = [each for each in self._losses if each[0] < self.step]
+                getattr(self._model.reducer, torch_private.RESET_REDUCER, nothing)()
             raise
         finally:
             self._is_inside = False
@@ -347,8 +348,8 @@ class VirtualRanks:
         Args:
             state: the result of `state_dict`. To accept other bits, change its entry before.
 
-        On failure: ``ValueError`` if anything but the number of ranks differs that changes bits; the
-        message names the bits.
+        On failure: ``ValueError`` if anything differs that changes bits; the message names them. The
+        number of ranks changes none. ``RuntimeError`` inside of a micro-batch.
         """
         if self._is_inside:
             raise RuntimeError(
@@ -374,14 +375,16 @@ class VirtualRanks:
     def _next(self) -> int:
         return 0 if self._at is None or self.is_step_end else self._at + 1
 
+    def _abandon_step(self) -> None:
+        """Let the step that is under way begin again, as if it had not begun."""
+        self._at = None
+        self._buffers.abandon_step()
+        self._losses = [each for each in self._losses if each[0] < self.step]
+
     def _ends_step(self) -> None:
         self._buffers.end_step()
         # Counted here, so that a checkpoint behind optimizer.step() has it even if the loop ends.
         self.step += 1
-
-
-def _nothing() -> None:
-    return None
 
 
 def _call(ranks: "weakref.ref[VirtualRanks]", name: str, *_: Any) -> None:
@@ -450,6 +453,6 @@ def _check(model: DistributedDataParallel, count: int) -> None:
         if parameter.is_complex():
             found = f"complex parameter {name!r}: use pairs of real numbers"
         if name in ignored and parameter.requires_grad:
-            found = f"parameter {name!r}, which DDP was told to ignore: each rank has its own"
+            found = f"parameter {name!r}, which DDP ignores: each rank would train its own"
     if found:
         raise UnsupportedConfigurationError(f"expected a model for VirtualRanks, got {found}")

@@ -231,8 +231,10 @@ def main() -> int:
     if args.store is not None:
         run_rank(args)
         return 0
-    if not 0 <= args.kills < args.steps:
-        parser.error(f"expected 0 <= kills < steps, got --kills {args.kills} --steps {args.steps}")
+    if not 0 <= 4 * args.kills < args.steps:
+        parser.error(
+            f"expected 0 <= 4 * kills < steps, got --kills {args.kills} --steps {args.steps}"
+        )
     began_s = time.monotonic()
     shutil.rmtree(args.out, ignore_errors=True)
     for name in ("alone", "killed"):
@@ -243,7 +245,9 @@ def main() -> int:
     attempts: list[Attempt] = []
     share = args.steps // (args.kills + 1)
     kills: list[int | None] = [
-        number * share + chance.randrange(share) for number in range(1, args.kills + 1)
+        # So early in its share that the job cannot end before the kill.
+        number * share + chance.randrange(share // 2 + 1)
+        for number in range(1, args.kills + 1)
     ]
     kills.append(None)
     for number, killed_at in enumerate(kills):

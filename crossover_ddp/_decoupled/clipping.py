@@ -3,7 +3,7 @@
 `LazyGradients` answers for the 2-norm.
 """
 
-import math
+import functools
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,21 @@ def clip(
 ) -> torch.Tensor:
     """Clip gradients; see `OwnerState.clip_grad_norm_`.
 
-    Powers are added in float64, so that the norm does not depend on the owners.
+    The norm of each gradient comes from its owner, and all ranks combine the norms in the order of
+    the parameters, in float64. So the result depends neither on the owners nor on their number.
 
-    **Collective**: each rank exchanges two numbers.
+    **Collective**: each rank exchanges a number for each parameter.
     """
     pending.check_can_step()
     parameters = pending.parameters()
-    means = [mean for each in pending.owned for mean in each.own_means()]
-    summed = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for mean in means:
-        if math.isinf(norm_type):
-            norm = torch.linalg.vector_norm(mean, norm_type).to(summed)
-            summed = torch.maximum(summed, norm)
-        else:
-            summed += torch.linalg.vector_norm(mean, norm_type, dtype=torch.float64) ** norm_type
-    # gloo's maximum drops NaN, so a separate number records whether there is one.
-    exchanged = torch.stack((summed.nan_to_num(nan=0.0, posinf=math.inf), summed.isnan()))
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    dist.all_reduce(exchanged, operation, group=group)
-    summed = torch.where(exchanged[1] > 0, math.nan, exchanged[0])
-    norm = summed if math.isinf(norm_type) else summed ** (1.0 / norm_type)
-    norm = norm.to(parameters[0].dtype)
+    norm_of = functools.partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float64)
+    norms = torch.zeros(len(parameters), dtype=torch.float64, device=parameters[0].device)
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    for each in pending.owned:
+        for parameter, mean in each.own_means():
+            norms[place[id(parameter)]] = norm_of(mean)
+    dist.all_reduce(norms, group=group)  # all but the owner add zero
+    norm: torch.Tensor = norm_of(norms).to(parameters[0].dtype)
     if error_if_nonfinite and not bool(norm.isfinite()):  # like torch
         raise RuntimeError(
             "expected a finite norm of the gradients, got "

@@ -225,12 +225,12 @@ class OwnedBucket(DeferredBucket):
         self.scalings = {}
         return own
 
-    def own_means(self) -> Iterator[torch.Tensor]:
-        """Yield the mean gradient of each parameter that this rank owns."""
+    def own_means(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each parameter that this rank owns, with its mean gradient."""
         self.bucket.own_shard.wait()
         for parameter in self.parameters:
             if id(parameter) in self.own and parameter.grad is not None:
-                yield self.pieces[id(parameter)]
+                yield parameter, self.pieces[id(parameter)]
 
     async def share_norms(self, own: torch.Tensor, link: Link) -> None:
         """Add up the squares of this rank's parameters; see `DeferredBucket.share_norms`."""

@@ -427,6 +427,7 @@ def run_hook(
     start: StartExchange,
     *,
     compares: bool = True,
+    is_wrapped: bool = False,
     plain: Callable[[Any, dist.GradBucket], GradientFuture] = allreduce_hook,
     refused: Callable[[], None] | None = None,
 ) -> GradientFuture:
@@ -445,6 +446,7 @@ def run_hook(
         start: a function that starts the bucket's journey.
         compares: whether to compare the ranks' parameters behind the last bucket, see
             `BehindLastBucket.compare`.
+        is_wrapped: whether another library's hook exchanges the bucket.
         plain: the hook that runs instead if ``CROSSOVER_DISABLE=1``.
         refused: a function to call before ``backward()`` gets an error.
     """
@@ -468,7 +470,7 @@ def run_hook(
         if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedConfigurationError(CAPTURED)
         if (fold := fold_of(bucket)) is not None:
-            fold.add_to(bucket, state, is_wrapped=not compares)
+            fold.add_to(bucket, state, is_wrapped=is_wrapped)
         exchange = Exchange.of(group)
         return exchange.run(bucket, start, state) if compares else start(exchange)
     except Exception as error:

@@ -10,6 +10,7 @@ virtual rank would need its own. Both are refused if forward changes such a buff
 """
 
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import torch
@@ -44,6 +45,12 @@ class _Kept(NamedTuple):
         return not (isinstance(self.module, NORMS) and self.module.training)
 
 
+class _Phase(Enum):
+    BEGUN = auto()  # a micro-batch awaits its first forward
+    FORWARD = auto()  # its first forward has begun
+    OVER = auto()  # the step's last backward has run
+
+
 class StepBuffers:
     """The buffers of a module during a step.
 
@@ -59,24 +66,22 @@ class StepBuffers:
         self._has_first = has_first
         self._begun: Sequence[_Kept] = ()
         self._first: Sequence[_Kept] = ()  # virtual rank 0's
-        self._awaits_forward = False
-        # Whether the step's last backward has run.
-        self._is_over = False
+        self._phase = _Phase.BEGUN
 
     def begin(self, *, is_first: bool) -> None:
         """Begin a micro-batch. ``is_first``: it is the step's first one on this rank."""
-        self._awaits_forward = True
+        self._phase = _Phase.BEGUN
         if is_first:
-            self._forget()
+            self._begun = self._first = ()
 
     def before_forward(self) -> None:
         """Give a micro-batch the buffers that the step began with.
 
         DDP has broadcast rank 0's by then, if the step is about to begin.
         """
-        if self._is_over:
+        if self._phase is _Phase.OVER:
             return
-        if not self._awaits_forward:
+        if self._phase is _Phase.FORWARD:
             self._check_unchanged(
                 "one forward in each micro-batch, got a second one: DDP gives it the buffers of "
                 "rank 0's first one, which differ on each number of ranks; call the model once"
@@ -85,18 +90,17 @@ class StepBuffers:
             _write(self._begun)
         else:
             self._begun = self._copies()
-        self._awaits_forward = False
+        self._phase = _Phase.FORWARD
 
     def after_forward(self) -> None:
         """Keep the buffers that `end_step` wrote, if a forward follows the step's last backward."""
-        if self._is_over and self._module.training:
+        if self._phase is _Phase.OVER and self._module.training:
             _write(self._first)
 
     def end(self, *, is_first: bool) -> None:
         """End a micro-batch. Virtual rank 0's buffers are kept for the end of the step."""
-        if self._is_over:
-            return self._forget()
-        self._awaits_forward = False
+        if self._phase is _Phase.OVER:
+            return
         self._check_broadcast()
         if is_first and self._has_first:
             self._first = self._copies()
@@ -105,17 +109,13 @@ class StepBuffers:
         """Put virtual rank 0's buffers in place, before DDP or a hook sends them to all ranks."""
         self._check_broadcast()
         _write(self._first)
-        self._is_over = True
+        self._phase = _Phase.OVER
 
     def abandon_step(self) -> None:
         """Put the buffers in place that the step began with, since it will begin again."""
-        if not self._is_over:
+        if self._phase is not _Phase.OVER:
             _write(self._begun)
-        self._forget()
-
-    def _forget(self) -> None:
         self._begun = self._first = ()
-        self._is_over = False
 
     def _check_broadcast(self) -> None:
         if not self._is_broadcast:

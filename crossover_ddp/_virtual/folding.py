@@ -24,7 +24,7 @@ from crossover_ddp._engine.links import Halfway, Layout, Link, LinkAround, parts
 from crossover_ddp._engine.states import HookState
 from crossover_ddp.errors import UnsupportedConfigurationError
 
-from .tree import Node, PartialSums, leaves_of, sums_of
+from .tree import PartialSums, is_left_sibling, leaves_of, sums_of
 
 Gradients = list[Tensor]
 """The gradients of all parameters."""
@@ -45,13 +45,11 @@ class Folding:
         group = model.process_group
         size = group.size()
         self.count = count
-        self.leaves_by_rank: Sequence[range] = [
-            leaves_of(rank, size, count) for rank in range(size)
-        ]
-        self.leaves = self.leaves_by_rank[group.rank()]
+        leaves_by_rank = [leaves_of(rank, size, count) for rank in range(size)]
+        self.leaves = leaves_by_rank[group.rank()]
         self.parameters = [p for p in model.module.parameters() if p.requires_grad]
         # The partial sums that each rank sends.
-        self.sums_by_rank = [sums_of(leaves, count) for leaves in self.leaves_by_rank]
+        self.sums_by_rank = [sums_of(leaves, count) for leaves in leaves_by_rank]
         share, more = divmod(count, size)
         # Whether each rank's sum is a node of the tree, and all of these are on one level.
         self.is_even = not more and share & (share - 1) == 0
@@ -121,12 +119,10 @@ class Folding:
         indices = [self._index[id(each.parameter)] for each in contents]
         views = [each.gradient.data for each in contents]
         beside: list[Tensor] = []
-        start = self.leaves[-1]
         for left in reversed(self._sums.nodes):
             addends = [left.value[index] for index in indices]
-            if not beside and self._is_sibling(left, start):
+            if not beside and is_left_sibling(left, self.leaves.stop, self.count):
                 torch._foreach_add_(views, addends)
-                start = left.start
             else:
                 more = torch.zeros_like(flat)
                 places = [view_of(part_of(more, each.span), each.parameter) for each in contents]
@@ -139,11 +135,6 @@ class Folding:
         beside = self._beside.pop(grad_bucket.index(), [])
         divisor = 1 if self._divides_leaves else self.count
         return VirtualLink(network.link(divides=False), self, beside, divisor)
-
-    def _is_sibling(self, left: Node[Gradients], start: int) -> bool:
-        alone: PartialSums[Gradients] = PartialSums(self.count, _added)
-        alone.nodes.append(left)
-        return alone.ends_with_sibling(start, self.leaves.stop)
 
     def _check(self, grad_bucket: dist.GradBucket, state: object, *, is_wrapped: bool) -> None:
         if not self._is_due:
@@ -244,9 +235,6 @@ class VirtualLink(LinkAround):
             if rank == self.rank:
                 values = [part[rank] for part in by_sum]
             else:
-                values = (
-                    list(received[rank].view(len(sums), -1).unbind())
-                    if received[rank].numel()
-                    else [received[rank]] * len(sums)
-                )
+                shape = len(sums), by_sum[-1][self.rank].numel()
+                values = list(received[rank].view(shape).unbind())
             yield from zip(sums, values, strict=True)

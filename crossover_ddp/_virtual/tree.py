@@ -10,7 +10,7 @@ way, each value is the result of the same additions, however many ranks there ar
 """
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
 
@@ -38,20 +38,18 @@ class PartialSums(Generic[Value]):
 
     def push(self, start: int, stop: int, value: Value) -> None:
         """Add the sum of the leaves ``start`` to ``stop``, which follow those so far."""
-        while self.ends_with_sibling(start, stop):
+        while self.nodes and is_left_sibling(self.nodes[-1], stop, self._count):
             left = self.nodes.pop()
             start, value = left.start, self._add(left.value, value)
         self.nodes.append(Node(start, stop, value))
 
-    def ends_with_sibling(self, start: int, stop: int) -> bool:
-        """Return whether the last sum is the left sibling of the leaves ``start`` to ``stop``."""
-        if not self.nodes:
-            return False
-        left = self.nodes[-1]
-        width = left.stop - left.start
-        is_power = width & (width - 1) == 0
-        is_left = left.start % (2 * width) == 0
-        return is_power and is_left and stop == min(left.start + 2 * width, self._count)
+
+def is_left_sibling(left: Node[Any], stop: int, count: int) -> bool:
+    """Return whether a sum is the left sibling of the leaves that follow it, up to ``stop``."""
+    width = left.stop - left.start
+    is_power = width & (width - 1) == 0
+    is_left = left.start % (2 * width) == 0
+    return is_power and is_left and stop == min(left.start + 2 * width, count)
 
 
 def leaves_of(rank: int, world_size: int, count: int) -> range:

@@ -5,7 +5,7 @@
 
 All ways train the same GPT, with as many micro-batches a step, in alternating blocks of steps. A row
 has the median step time over that of DDP in the same block, and the bytes that each rank sends over
-those of an all-reduce. Virtual ranks need an idle machine for this, like every study.
+those of an all-reduce. Keep the machine otherwise idle.
 """
 
 import argparse

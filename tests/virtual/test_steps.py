@@ -239,3 +239,16 @@ def test_a_state_is_loaded_between_loops_only() -> None:
             ranks.load_state_dict(state)
     ranks.load_state_dict(state)
     assert (ranks.step, ranks.losses()) == (0, [])
+
+
+def test_batches_that_end_within_a_step_leave_nothing_of_it() -> None:
+    module = Counting()
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(None, ddp.reduce_scatter_all_gather_hook)
+    ranks = ddp.VirtualRanks(model, 2)
+    with pytest.raises(ValueError, match="got 1 for the last one"):
+        for number, batch in enumerate(ranks.micro_batches([torch.ones(3)] * 3)):
+            model(batch).sum().backward()
+            ranks.report(float(number))
+    assert ranks.losses() == [0.0, 1.0]
+    assert module.count == 1
