@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -311,6 +312,48 @@ def test_grad_norm_is_that_of_the_matrices_mean_gradients(rank: int) -> float:
     for mine, its in zip(others, others_of(theirs), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
     return norm
+
+
+NORMS: Final = (1.0, 3.0, float("inf"))
+
+
+class Rows(nn.Module):
+    """Two rows, of which each of two ranks owns one."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 1, bias=False)
+        self.second = nn.Linear(6, 1, bias=False)
+        self.factor = factor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        moved: Tensor = self.first(inputs) + self.factor * self.second(inputs)
+        return moved
+
+
+def norm_of_rows(rank: int, norm_type: float, factor: float) -> float:
+    """Return a norm of the gradients. The second row's are ``factor`` times the first row's."""
+    training = Training("owned", rank, module=Rows(factor))
+    training.model(torch.arange(6.0).expand(1, 6)).sum().backward()
+    norm = float(training.state.clip_grad_norm_(1e9, norm_type))
+    training.close()
+    return norm
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@in_ranks(2)
+def test_any_norm_is_that_of_all_owners_gradients(rank: int, norm_type: float) -> float:
+    first = torch.arange(6.0)
+    expected = torch.linalg.vector_norm(torch.cat([first, 3 * first]), norm_type)
+    norm = norm_of_rows(rank, norm_type, 3.0)
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+    return norm
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@in_ranks(2)
+def test_any_norm_is_nan_if_one_owners_gradient_is(rank: int, norm_type: float) -> None:
+    assert math.isnan(norm_of_rows(rank, norm_type, float("nan")))
 
 
 @in_ranks(2)
